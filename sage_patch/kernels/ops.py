@@ -1,0 +1,197 @@
+"""The torch operator behind every attention call that is not being differentiated: schema, fake, counters.
+
+One opaque node, so that torch.compile sees no Python inside it, and so that a compiled model still counts:
+the counters live in the operator's body. Calls that need gradients run in plain PyTorch and are counted
+through `count`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sage_patch.recipes import Recipe, parse_recipe
+from sage_patch.reference.attention import quantized_attention
+from sage_patch.reference.exact import exact_attention
+from sage_patch.reference.visibility import Visibility
+
+
+class CallKey(NamedTuple):
+    """What is counted: where a call came from, what ran it, and why it was exact (empty if quantized)."""
+
+    site: str
+    recipe: str
+    backend: str
+    reason: str
+
+
+_COUNTS: Counter[CallKey] = Counter()
+
+
+def counts(prefix: str = "") -> dict[CallKey, int]:
+    """Calls so far at sites whose key starts with `prefix`."""
+    return {k: n for k, n in _COUNTS.items() if k.site.startswith(prefix)}
+
+
+def reset_counts(prefix: str = "") -> None:
+    for key in [k for k in _COUNTS if k.site.startswith(prefix)]:
+        del _COUNTS[key]
+
+
+def backend_for(device_type: str) -> str:
+    """Which backend computes quantized recipes on tensors of this device."""
+    return "reference" if device_type == "cpu" else "none"
+
+
+_LIBRARY = torch.library.Library("sage_patch", "DEF")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, float softcap, bool return_lse, "
+    "str out_layout, str recipe, str reason, str site) -> (Tensor, Tensor)"
+)
+# `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.
+_LIBRARY.define("count(Tensor(a!) ticket, str recipe, str reason, str site) -> ()")
+
+
+def visibility_of(
+    q_len: int, kv_len: int, attn_mask: Tensor | None, left: int, right: int, top_left: bool
+) -> Visibility:
+    return Visibility(
+        q_len=q_len,
+        kv_len=kv_len,
+        attn_mask=attn_mask,
+        left=None if left < 0 else left,
+        right=None if right < 0 else right,
+        offset=0 if top_left else kv_len - q_len,
+    )
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    top_left: bool,
+    softcap: float,
+    return_lse: bool,
+    out_layout: str,
+    recipe: str,
+    reason: str,
+    site: str,
+) -> tuple[Tensor, Tensor]:
+    chosen = parse_recipe(recipe)
+    backend = "exact" if chosen.is_exact else backend_for(query.device.type)
+    _COUNTS[CallKey(site, recipe, backend, reason)] += 1
+    # Autocast would turn the float32 products of either path into half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            visibility = visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
+            out, lse = _run(chosen, query, key, value, visibility, scale, softcap, sinks, return_lse)
+            return _in_layout(out, out_layout), lse if lse is not None else _no_lse(query)
+        out, lse_all = _empty_outputs(query, value, return_lse, out_layout)
+        out.zero_()  # tokens that belong to no sequence
+        lse_all.fill_(-math.inf)
+        q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        for i in range(len(q) - 1):
+            part_q, part_k, part_v = query[:, :, q[i] : q[i + 1]], key[:, :, k[i] : k[i + 1]], value[:, :, k[i] : k[i + 1]]
+            visibility = visibility_of(part_q.shape[2], part_k.shape[2], None, left, right, top_left)
+            part, lse = _run(chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse)
+            out[:, :, q[i] : q[i + 1]] = part
+            if lse is not None:
+                lse_all[:, :, q[i] : q[i + 1]] = lse
+        return out, lse_all
+
+
+def _run(
+    recipe: Recipe,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visibility: Visibility,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One dense problem. An empty sequence inside a quantized call has nothing to quantize."""
+    if recipe.is_exact or not query.shape[2] or not key.shape[2]:
+        # On a GPU one row's mask guard would cost more than its attention; the unpatched call has none either.
+        guard = query.device.type == "cpu" or query.shape[2] > 1
+        return exact_attention(
+            query, key, value, visibility,
+            scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, guard_hidden=guard,
+        )  # fmt: skip
+    return quantized_attention(
+        query, key, value, visibility, recipe, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse
+    )
+
+
+def _in_layout(out: Tensor, out_layout: str) -> Tensor:
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if out_layout == "NHD" else out.contiguous()
+
+
+def _no_lse(query: Tensor) -> Tensor:
+    return query.new_empty((0,), dtype=torch.float32)
+
+
+def _empty_outputs(query: Tensor, value: Tensor, return_lse: bool, out_layout: str) -> tuple[Tensor, Tensor]:
+    """(out [B, Hq, q_len, Dv], contiguous in out_layout; lse float32 [B, Hq, q_len] or empty)."""
+    batch, heads, q_len, _ = query.shape
+    if out_layout == "NHD":
+        out = query.new_empty(batch, q_len, heads, value.shape[-1]).transpose(1, 2)
+    else:
+        out = query.new_empty(batch, heads, q_len, value.shape[-1])
+    if not return_lse:
+        return out, _no_lse(query)
+    return out, query.new_empty((batch, heads, q_len), dtype=torch.float32)
+
+
+def _attention_fake(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    top_left: bool,
+    softcap: float,
+    return_lse: bool,
+    out_layout: str,
+    recipe: str,
+    reason: str,
+    site: str,
+) -> tuple[Tensor, Tensor]:
+    return _empty_outputs(query, value, return_lse, out_layout)
+
+
+def _count(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
+    _COUNTS[CallKey(site, recipe, "exact", reason)] += 1
+
+
+def _count_fake(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
+    return None
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("attention", _attention, _device)
+    _LIBRARY.impl("count", _count, _device)
+torch.library.register_fake("sage_patch::attention", _attention_fake, lib=_LIBRARY)
+torch.library.register_fake("sage_patch::count", _count_fake, lib=_LIBRARY)
+
+TICKET = torch.zeros(1)
+attention = torch.ops.sage_patch.attention.default
+count = torch.ops.sage_patch.count.default

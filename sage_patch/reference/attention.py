@@ -1,0 +1,286 @@
+"""The quantized recipes in plain PyTorch, on any device: oracle of the kernels and CPU backend.
+
+The order of work is the kernel's: keys in tiles of one tensor-core block, base-2 online softmax whose maximum
+carries the offset that puts P into E4M3's range, row sum over the quantized P, products of one tile folded
+into a float32 output (two-level accumulation; SageAttention2, arXiv 2411.10958, sections 3.1 to 3.4).
+Integer products are exact: a float32 matmul holds sums of up to 1,024 products of +-127 without rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sage_patch.recipes import Recipe
+from sage_patch.reference.quantize import (
+    BLOCK_K,
+    BLOCK_Q,
+    E4M3_MAX,
+    hide,
+    key_groups,
+    quantize_e4m3,
+    quantize_int,
+    query_groups,
+    round_e4m3,
+    subtract_block_mean,
+    subtract_mean,
+)
+from sage_patch.reference.visibility import Visibility
+
+LOG2E = 1.4426950408889634
+# Added to every exponent so that the largest P of a row becomes E4M3's largest number.
+P_OFFSET_FP8 = math.log2(E4M3_MAX)
+# Fraction bits that the Hopper FP8 tensor core keeps below the largest term of a sum, measured on an H200.
+FP8_ACCUMULATOR_BITS = 13
+_ROWS_PER_STEP = 2048
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """K and V of one call after smoothing and quantization, float32 holding integers and E4M3 numbers."""
+
+    k: Tensor  # [B, Hkv, kv_len, D]
+    k_scale: Tensor  # [B, Hkv, kv_len]
+    k_smooth: Tensor | None  # unquantized smoothed K, kept only for Q smoothing's correction
+    k_mean: Tensor | None  # [B, Hkv, 1, D]
+    v: Tensor  # [B, Hkv, kv_len, Dv]
+    half: torch.dtype  # element type of P and V in the fp16 recipes
+    v_scale: Tensor | None  # [B, Hkv, 1, Dv]
+    v_mean: Tensor | None  # [B, Hkv, 1, Dv]
+
+
+def quantized_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visibility: Visibility,
+    recipe: Recipe,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    emulate_accumulator: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention under a quantized recipe.
+
+    query [B, Hq, q_len, D], key [B, Hkv, kv_len, D], value [B, Hkv, kv_len, Dv], any float dtype; sinks [Hq].
+    Returns (out [B, Hq, q_len, Dv] in query's dtype, lse float32 [B, Hq, q_len] in natural log of the true
+    scaled scores, or None). A row that sees no key gives 0 and -inf. Inputs are not written.
+    emulate_accumulator: model the 13-bit truncating FP8 accumulator within a tile (slow; small shapes).
+    """
+    batch, heads, q_len, _ = query.shape
+    kv_heads = key.shape[1]
+    keys = _prepare_keys(key, value, visibility, recipe)
+    grouped = (batch, kv_heads, heads // kv_heads)
+    out = query.new_empty(batch, heads, q_len, value.shape[-1], dtype=torch.float32)
+    lse = query.new_empty(batch, heads, q_len, dtype=torch.float32)
+
+    q_all = query.float()
+    q_mean = None
+    # logit that K smoothing removed from a whole row; it must come back where absolute logits matter
+    row_shift = None
+    if keys.k_mean is not None and (softcap or sinks is not None or return_lse):
+        row_shift = torch.matmul(q_all.reshape(*grouped, q_len, -1), keys.k_mean[:, :, None].transpose(-1, -2))
+        row_shift = row_shift[..., 0] * scale  # [B, Hkv, G, q_len]
+    if recipe.smooth_q:
+        q_all, q_mean = subtract_block_mean(q_all, BLOCK_Q[recipe.tiling])
+    q_int = quantize_int(
+        q_all,
+        recipe.qk_bits,
+        query_groups(q_len, recipe.granularity, recipe.tiling, query.device),
+        share_heads=recipe.granularity == "tensor",
+    )
+    sink_logit = sinks.float().reshape(1, kv_heads, -1, 1) if sinks is not None else None
+    for row0 in range(0, q_len, _ROWS_PER_STEP):
+        row1 = min(row0 + _ROWS_PER_STEP, q_len)
+        part = slice(row0, row1)
+        rows = _Rows(
+            q=q_int.values[:, :, part].float().reshape(*grouped, row1 - row0, -1),
+            sigma=(q_int.scale[:, :, part] * (scale * LOG2E)).reshape(*grouped, row1 - row0, 1),
+            mean=None if q_mean is None else (q_mean[:, :, part] * (scale * LOG2E)).reshape(*grouped, row1 - row0, -1),
+            shift=None if row_shift is None else row_shift[..., part],
+            first=row0,
+            last=row1,
+        )
+        block, block_lse = _mainloop(rows, keys, visibility, recipe, softcap, sink_logit, emulate_accumulator)
+        out[:, :, part] = block.reshape(batch, heads, row1 - row0, -1)
+        lse[:, :, part] = block_lse.reshape(batch, heads, row1 - row0)
+    return out.to(query.dtype), lse if return_lse else None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A block of query rows, heads grouped by their kv head: [B, Hkv, G, rows, ...]."""
+
+    q: Tensor
+    sigma: Tensor  # q_scale * scale * log2(e)
+    mean: Tensor | None  # Q's block mean, already times scale * log2(e)
+    shift: Tensor | None  # scale * q . k_mean, natural-log units
+    first: int
+    last: int
+
+
+def _prepare_keys(key: Tensor, value: Tensor, visibility: Visibility, recipe: Recipe) -> _Keys:
+    visible = visibility.visible_keys(key.shape[1], key.device)
+    k_mean = None
+    if recipe.smooth_k:
+        k_float, k_mean = subtract_mean(key, visible)
+    else:
+        k_float = hide(key.float(), visible)
+    groups = key_groups(key.shape[-2], recipe.granularity, recipe.tiling, key.device)
+    k_int = quantize_int(k_float, recipe.qk_bits, groups, share_heads=recipe.granularity == "tensor")
+
+    v_mean = v_scale = None
+    if recipe.pv == "fp8":
+        if recipe.smooth_v:
+            v_float, v_mean = subtract_mean(value, visible)
+        else:
+            v_float = hide(value.float(), visible)
+        v, v_scale = quantize_e4m3(v_float)
+    else:
+        v = hide(value, visible)
+        if v.dtype not in (torch.float16, torch.bfloat16):
+            v, v_scale = _half_with_scale(v.float())
+    half = v.dtype
+    return _Keys(
+        k=k_int.values.float(),
+        k_scale=k_int.scale,
+        k_smooth=k_float if recipe.smooth_q else None,
+        k_mean=k_mean,
+        v=v.float(),
+        half=half,
+        v_scale=v_scale,
+        v_mean=v_mean,
+    )
+
+
+def _half_with_scale(v: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 V as fp16 with a power-of-two scale per channel, so that any finite V stays finite."""
+    amax = v.abs().amax(dim=-2, keepdim=True)
+    exponent = torch.where(amax > 0, torch.floor(torch.log2(amax.clamp_min(1e-30))), 0.0)
+    scale = torch.exp2(exponent)
+    return (v / scale).half(), scale
+
+
+def _mainloop(
+    rows: _Rows,
+    keys: _Keys,
+    visibility: Visibility,
+    recipe: Recipe,
+    softcap: float,
+    sink_logit: Tensor | None,
+    emulate_accumulator: bool,
+) -> tuple[Tensor, Tensor]:
+    """One block of query rows over all key tiles: (out [B, Hkv, G, rows, Dv], lse [B, Hkv, G, rows])."""
+    batch, kv_heads, group, count, _ = rows.q.shape
+    heads = kv_heads * group
+    block = BLOCK_K[recipe.tiling]
+    offset = P_OFFSET_FP8 if recipe.pv == "fp8" else 0.0
+    top = rows.q.new_full((batch, kv_heads, group, count), -math.inf)  # running maximum minus offset, log2
+    total = torch.zeros_like(top)
+    out = rows.q.new_zeros(batch, kv_heads, group, count, keys.v.shape[-1])
+    lo, hi = visibility.key_range(rows.first, rows.last)
+    for col0 in range(lo // block * block, hi, block):
+        col1 = min(col0 + block, keys.k.shape[-2])
+        scores = _tile_scores(rows, keys, visibility, recipe, softcap, col0, col1, heads)
+        new_top = torch.maximum(top, scores.amax(dim=-1) - offset)
+        finite_top = torch.where(torch.isneginf(new_top), 0.0, new_top)
+        p = torch.exp2(scores.sub_(finite_top[..., None]))
+        p = round_e4m3(p) if recipe.pv == "fp8" else p.to(keys.half).float()
+        alpha = torch.exp2(top - finite_top)
+        v = keys.v[:, :, col0:col1]
+        if emulate_accumulator and recipe.pv == "fp8":
+            product, mass = _truncating_product(p, v)
+        else:
+            flat = p.reshape(batch, kv_heads, group * count, col1 - col0)
+            product, mass = torch.matmul(flat, v).view_as(out), p.sum(dim=-1)
+        total = total * alpha + mass
+        out = out.mul_(alpha[..., None]).add_(product)
+        top = new_top
+    # softcap acts on true logits: with it the row shift is in the scores already
+    shift = rows.shift if rows.shift is not None and not softcap else torch.zeros_like(total)
+    return _epilogue(out, top, total, shift, keys, sink_logit)
+
+
+def _tile_scores(
+    rows: _Rows,
+    keys: _Keys,
+    visibility: Visibility,
+    recipe: Recipe,
+    softcap: float,
+    col0: int,
+    col1: int,
+    heads: int,
+) -> Tensor:
+    """Scores of one tile in log2 units, [B, Hkv, G, rows, cols], masked entries -inf."""
+    batch, kv_heads, group, count, _ = rows.q.shape
+    flat = (batch, kv_heads, group * count, -1)
+    k = keys.k[:, :, col0:col1]
+    scores = torch.matmul(rows.q.reshape(flat), k.transpose(-1, -2)).view(batch, kv_heads, group, count, col1 - col0)
+    scores = scores.mul_(rows.sigma * keys.k_scale[:, :, None, None, col0:col1])
+    if rows.mean is not None:  # Q smoothing's correction: mean(Q) . smoothed K, exact
+        assert keys.k_smooth is not None
+        correction = torch.matmul(rows.mean.reshape(flat), keys.k_smooth[:, :, col0:col1].transpose(-1, -2))
+        scores = scores.add_(correction.view_as(scores))
+    if softcap:  # acts on true logits, so the row shift comes back first
+        if rows.shift is not None:
+            scores = scores + rows.shift[..., None] * LOG2E
+        scores = torch.tanh(scores / (softcap * LOG2E)).mul_(softcap * LOG2E)
+    mask = visibility.mask_tile(rows.first, rows.last, col0, col1)
+    if mask is not None:
+        shape = mask.shape
+        mask = mask.reshape(shape[0], kv_heads, group, *shape[2:]) if shape[1] == heads and heads > 1 else mask[:, :, None]
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill_(~mask, -math.inf)
+        else:
+            scores = scores + mask.float() * LOG2E
+    band = visibility.band(rows.first, rows.last, col0, col1, scores.device)
+    return scores if band is None else scores.masked_fill_(~band, -math.inf)
+
+
+def _epilogue(
+    out: Tensor, top: Tensor, total: Tensor, shift: Tensor, keys: _Keys, sink_logit: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dead = total == 0
+    denominator = total
+    finite_top = torch.where(torch.isneginf(top), 0.0, top)
+    if sink_logit is not None:
+        # a head's sink is an absolute logit: compare it with scores that have lost their row shift
+        denominator = total + torch.exp2((sink_logit - shift) * LOG2E - finite_top)
+    inverse = torch.where(dead, 0.0, 1.0 / torch.where(dead, 1.0, denominator))[..., None]
+    if keys.v_scale is not None:
+        out = out * keys.v_scale[:, :, None]
+    out = out * inverse
+    if keys.v_mean is not None:
+        out = out + keys.v_mean[:, :, None] * (total[..., None] * inverse)
+    lse = (finite_top + torch.log2(denominator)) / LOG2E + shift
+    return torch.where(dead[..., None], 0.0, out), torch.where(dead, -math.inf, lse)
+
+
+def _truncating_product(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(P V, row sum of P) as the FP8 tensor core forms them, 32 keys an instruction.
+
+    p [B, Hkv, G, rows, cols], v [B, Hkv, cols, Dv]. The row sum is a column of ones beside V.
+    """
+    v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)[:, :, None, None]  # [B, Hkv, 1, 1, cols, Dv + 1]
+    acc = p.new_zeros(*p.shape[:-1], v.shape[-1], dtype=torch.float64)
+    for k0 in range(0, p.shape[-1], 32):
+        terms = p[..., k0 : k0 + 32, None].double() * v[..., k0 : k0 + 32, :].double()
+        acc = fp8_accumulate(terms, acc)
+    return acc[..., :-1].float(), acc[..., -1].float()
+
+
+def fp8_accumulate(products: Tensor, acc: Tensor) -> Tensor:
+    """One FP8 tensor-core step: acc + sum(products) with the measured 13-bit alignment.
+
+    products float64 [..., K, N], acc float64 [..., N]. All terms are aligned to the largest one and cut toward
+    zero at 2^-13 of its leading power of two, the accumulator included; their sum is then exact.
+    """
+    terms = torch.cat([products, acc.unsqueeze(-2)], dim=-2)
+    largest = terms.abs().amax(dim=-2, keepdim=True)
+    step = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-300))) - FP8_ACCUMULATOR_BITS)
+    return (torch.trunc(terms / step) * step).sum(dim=-2)
