@@ -1,0 +1,51 @@
+"""Quantized attention for Hugging Face models: right, reversible, and honest about what ran.
+
+`import sage_patch` is light: it loads neither torch nor transformers. It only makes sure that "sage2" is known to
+transformers once transformers is there, so that `from_pretrained(..., attn_implementation="sage2")` works.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sage_patch._hook import register_when_loaded
+
+if TYPE_CHECKING:
+    from sage_patch.attention import UnsupportedCall, sage_attention
+    from sage_patch.config import ConfigError, load_policy
+    from sage_patch.patch import Handle, PatchError, applied, apply, plan, stats
+    from sage_patch.policy import Policy, PolicyError, Rule
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Handle": "patch",
+    "PatchError": "patch",
+    "applied": "patch",
+    "apply": "patch",
+    "plan": "patch",
+    "stats": "patch",
+    "UnsupportedCall": "attention",
+    "sage_attention": "attention",
+    "Policy": "policy",
+    "PolicyError": "policy",
+    "Rule": "policy",
+    "ConfigError": "config",
+    "load_policy": "config",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sage_patch' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"sage_patch.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+register_when_loaded()

@@ -1,0 +1,147 @@
+"""Find the attention sites of any nn.Module, and the tag that a patched site carries.
+
+A site of a transformers model is a module whose class looks its attention function up in transformers' registry.
+Modules are recognised by duck typing and by their source, never by a list of model names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import nn
+
+from sage_patch.policy import AttentionSite
+from sage_patch.recipes import Limits, Recipe
+
+TAG = "_sage_patch"  # attribute of a patched site module
+FLAG_PREFIX = "flag/"  # counter keys of calls that come from attn_implementation="sage2" without apply()
+COPY_PREFIX = "copy/"  # counter keys of deep copies of a patched model
+
+
+@dataclass(frozen=True)
+class SiteTag:
+    """What the attention function needs to know about the module that calls it.
+
+    key: counter key of this site; group: counter key of its whole model, used inside compiled graphs, where a
+    string per layer would make every layer a graph of its own. original: the implementation before apply().
+    """
+
+    key: str
+    group: str
+    recipe: Recipe
+    on_unsupported: Literal["exact", "error"]
+    limits: Limits
+    original: str
+    exact_reason: str = "policy"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SiteTag:
+        """A copied model keeps its plan and counts apart from the original, whose handle it does not have."""
+        site = self.key.partition("/")[2]
+        return replace(self, key=COPY_PREFIX + site, group=COPY_PREFIX + "*")
+
+
+def find_sites(model: nn.Module) -> list[tuple[AttentionSite, nn.Module]]:
+    """Every module of `model` that asks transformers' registry for its attention function, in module order."""
+    modules = dict(model.named_modules())
+    return [(_describe(name, module, modules), module) for name, module in modules.items() if is_routed(type(module))]
+
+
+def own_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that look like attention but do not go through the registry, nor hold one that does."""
+    found = []
+    for name, module in model.named_modules():
+        if not re.search(r"Attention", type(module).__name__) or not any(True for _ in module.parameters()):
+            continue
+        if not any(is_routed(type(m)) for m in module.modules()):
+            found.append((name, module))
+    return found
+
+
+@functools.cache
+def is_routed(cls: type) -> bool:
+    """Whether the class's own code calls a function from transformers' attention registry."""
+    if not issubclass(cls, nn.Module):
+        return False
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        if re.search(r"Model$|ForCausalLM|ForConditional", base.__name__) and hasattr(base, "config_class"):
+            continue
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):
+            continue
+        if "ALL_ATTENTION_FUNCTIONS" in source:
+            return True
+    return False
+
+
+@functools.cache
+def file_has_own_attention(module_name: str) -> bool:
+    """transformers' own test of a modeling file: it defines attention classes and never asks the registry."""
+    module = sys.modules.get(module_name)
+    if module is None:
+        return False
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return False
+    defines = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is not None
+    return defines and "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source
+
+
+def _describe(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionSite:
+    stack, index, depth = _place(name, modules)
+    config = getattr(module, "config", None)
+    heads = _first_int(module, config, ("num_heads", "num_attention_heads", "n_heads"))
+    groups = getattr(module, "num_key_value_groups", None)
+    kv_heads = _first_int(module, config, ("num_key_value_heads", "num_kv_heads"))
+    if heads is not None and isinstance(groups, int) and groups > 0 and heads % groups == 0:
+        kv_heads = heads // groups
+    head_dim = _first_int(module, None, ("head_dim", "qk_head_dim", "attention_head_size", "key_value_proj_dim"))
+    if head_dim is None and heads:
+        hidden = _first_int(module, config, ("embed_dim", "hidden_size", "d_model"))
+        head_dim = hidden // heads if hidden else None
+    return AttentionSite(
+        name=name,
+        stack=stack,
+        index=index,
+        depth=depth,
+        role=_role(name, module),
+        num_heads=heads,
+        num_kv_heads=kv_heads if kv_heads is not None else heads,
+        head_dim=head_dim,
+    )
+
+
+def _place(name: str, modules: dict[str, nn.Module]) -> tuple[str, int | None, int | None]:
+    """(block list, index in it, number of blocks): the outermost numbered container the site sits in."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            stack = ".".join(parts[:i])
+            container = modules.get(stack)
+            depth = len(container) if isinstance(container, (nn.ModuleList, nn.Sequential)) else None
+            return stack, int(part), depth
+    return "", None, None
+
+
+def _role(name: str, module: nn.Module) -> Literal["self", "cross", "joint"]:
+    words = f"{name.rsplit('.', 1)[-1]} {type(module).__name__}".lower()
+    if "cross" in words or "encoder_attn" in words or "encdecattention" in words.replace("_", ""):
+        return "cross"
+    return "cross" if getattr(module, "is_cross_attention", False) is True else "self"
+
+
+def _first_int(module: nn.Module, config: object, names: tuple[str, ...]) -> int | None:
+    for owner in (module, config):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+    return None

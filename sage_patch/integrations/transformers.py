@@ -1,0 +1,250 @@
+"""The functions registered with transformers under "sage2": one for attention, one for masks.
+
+Both registrations are needed: an attention name that the mask registry does not know gets no mask at all, which
+drops padding and windows without a word. Each call is run quantized, or exact with a counted reason, or refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sage_patch.attention import UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
+from sage_patch.integrations.masks import classify, pattern_of
+from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag, file_has_own_attention
+from sage_patch.recipes import AUTO, Limits, parse_recipe
+
+NAME = "sage2"
+
+# Arguments of model.forward that transformers passes down to every attention function and that no implementation
+# reads: positions are already in the rotated keys and the mask, the rest concerns other parts of the model.
+_PASSING_THROUGH = frozenset(
+    """position_ids cache_position use_cache output_hidden_states output_router_logits return_dict logits_to_keep
+    num_items_in_batch max_length_q max_length_k token_type_ids mm_token_type_ids deterministic inputs_embeds
+    position_embeddings past_key_values labels layer_idx is_first_iteration encoder_attention_mask
+    encoder_hidden_states interpolate_pos_encoding pixel_values return_loss""".split()
+)
+# Arguments that select keys: a model that passes them expects the function to drop keys, and only "eager" and
+# "sdpa" get that selection as a mask instead.
+_KEY_SELECTION = ("indices", "block_indices")
+# Arguments of continuous batching, whose keys live in a paged cache.
+_PAGED = ("cache", "read_index", "write_index", "block_table")
+
+
+class OwnAttentionError(ValueError):
+    """The model computes attention in its own code, which "sage2" cannot reach."""
+
+
+def sage2_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    output_attentions: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention interface: query [B, Hq, q_len, D], key and value [B, Hkv, kv_len, D or Dv].
+
+    Returns (output [B, q_len, Hq, Dv] contiguous, weights [B, Hq, q_len, kv_len] if output_attentions else None).
+    Causality follows transformers' "sdpa": the keyword, else the module's `is_causal`, else True; only without a
+    mask and for more than one query row, aligned to the first key. Raises UnsupportedCall for arguments that
+    select keys or belong to a paged cache.
+    """
+    tag = getattr(module, TAG, None)
+    if tag is None:
+        tag = _flag_tag(type(module).__name__, getattr(module, "layer_idx", None))
+    site = tag.group if torch.compiler.is_compiling() else tag.key
+    unknown = [name for name, v in kwargs.items() if v is not None and name not in _PASSING_THROUGH]
+    if unknown:
+        _refuse_known_hazards(unknown, module)
+        tick(f"argument_{unknown[0]}", site)
+        everything = dict(
+            dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias,
+            sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, output_attentions=output_attentions,
+            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
+        )  # fmt: skip
+        given = {name: v for name, v in everything.items() if v is not None}
+        return _original(tag, module)(module, query, key, value, attention_mask, **given, **kwargs)
+
+    query, key, value = unify(query, key, value)
+    q_len = query.shape[2]
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = bool(causal) and attention_mask is None and q_len > 1
+    if causal and key.shape[2] > q_len:
+        # Prefill into an empty static cache: the slots behind the prompt hold nothing yet.
+        key, value = key[:, :, :q_len], value[:, :, :q_len]
+        position_bias = position_bias[..., :q_len] if position_bias is not None else None
+    left, right, key_mask = -1, 0 if causal else -1, None
+    top_left = causal and key.shape[2] < q_len
+    if causal and isinstance(sliding_window, int) and 0 < sliding_window < key.shape[2]:
+        left = sliding_window - 1
+    pattern = pattern_of(attention_mask)
+    if pattern is not None:
+        left, right, top_left = pattern.left, pattern.right, pattern.top_left
+        key_mask = pattern.key_mask[:, None, None, :] if pattern.key_mask is not None else None
+    mask = key_mask if pattern is not None else attention_mask
+    mask = _with_bias(mask, position_bias)
+    packed = attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    if packed and query.shape[0] != 1:
+        raise UnsupportedCall(f"cu_seq_lens needs one packed row; got a batch of {query.shape[0]} without a mask")
+    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+
+    if output_attentions:
+        out, weights = attend_with_weights(
+            query, key, value, attn_mask=mask, scale=scale, left=left, right=right, top_left=top_left,
+            softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout, site=site,
+        )  # fmt: skip
+        return out.transpose(1, 2).contiguous(), weights
+
+    call = describe(query, key, value, mask, left, right, top_left, softcap or 0.0, s_aux, dropout, packed, False)
+    recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason)
+    if recipe.is_exact and pattern is not None:
+        # The dense mask exists already: cheaper than composing it again, and bit-equal to "sdpa".
+        mask, left, right = _with_bias(attention_mask, position_bias), -1, -1
+    out, _ = attend(
+        query, key, value, call, recipe, reason, attn_mask=mask, scale=scale, left=left, right=right,
+        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
+        cu_seqlens_q=cu_seq_lens_q if packed else None, cu_seqlens_k=cu_seq_lens_k if packed else None,
+        out_layout="NHD", site=site,
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+def sage2_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The boolean mask that "sdpa" would get, with its pattern noted on it (see masks.py).
+
+    Raises OwnAttentionError for models that build masks through transformers but attend in their own code: they
+    would read this mask as something else and compute wrong logits.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    config = kwargs.get("config")
+    if config is not None and not torch.compiler.is_compiling():
+        refuse_own_attention(type(config))
+    function = mask_function if mask_function is not None else causal_mask_function
+    mask = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=function, attention_mask=attention_mask, **kwargs,
+    )  # fmt: skip
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return classify(mask, q_length, kv_length, q_offset, kv_offset, function, attention_mask)
+
+
+def refuse_own_attention(config_type: type) -> None:
+    """Raise if the modeling file beside this configuration class attends in its own code."""
+    modeling = config_type.__module__.replace(".configuration_", ".modeling_")
+    if modeling != config_type.__module__ and file_has_own_attention(modeling):
+        raise OwnAttentionError(
+            f"{config_type.__name__.removesuffix('Config')} models compute attention in their own code "
+            f"({modeling}), which attn_implementation={NAME!r} does not reach; load with "
+            'attn_implementation="eager" or "sdpa"'
+        )
+
+
+def register() -> None:
+    """Make "sage2" known to transformers' attention and mask registries. Safe to call again."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, sage2_attention_forward)
+    AttentionMaskInterface.register(NAME, sage2_mask)
+
+
+def unregister() -> None:
+    """Take "sage2" out of both registries; a model that still uses the name then fails by name."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    # The registries have no public way to forget a name.
+    AttentionInterface._global_mapping.pop(NAME, None)
+    AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+@functools.cache
+def _flag_tag(class_name: str, layer_idx: int | None) -> SiteTag:
+    """The tag of a module that was never given one: default policy, named by class and layer index."""
+    name = class_name if layer_idx is None else f"{class_name}.{layer_idx}"
+    return SiteTag(
+        key=FLAG_PREFIX + name,
+        group=FLAG_PREFIX + "*",
+        recipe=parse_recipe(AUTO),
+        on_unsupported="exact",
+        limits=Limits(),
+        original="",
+    )
+
+
+def _with_bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
+    """One additive mask from a mask and a learned position bias [1 or B, H, q_len, kv_len]."""
+    if position_bias is None:
+        return mask
+    if mask is None:
+        return position_bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, position_bias, float("-inf"))
+    return position_bias + mask
+
+
+def _refuse_known_hazards(unknown: list[str], module: nn.Module) -> None:
+    for name in _KEY_SELECTION:
+        if name in unknown:
+            raise UnsupportedCall(
+                f"{type(module).__name__} passes {name!r} (sparse key selection), which {NAME!r} does not compute; "
+                'use attn_implementation="eager" for this model'
+            )
+    if any(name in unknown for name in _PAGED):
+        raise UnsupportedCall(
+            f"{NAME!r} does not run on a paged cache (continuous batching passes {', '.join(unknown)}); "
+            'use model.generate, or attn_implementation="sdpa" for generate_batch'
+        )
+
+
+def _original(tag: SiteTag, module: nn.Module) -> Callable:
+    """What the module would call without sage_patch: for arguments that only that function may understand."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = tag.original or "sdpa"
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return ALL_ATTENTION_FUNCTIONS[name]
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise UnsupportedCall(f"{type(module).__name__} has no eager attention to fall back to")
+    return functools.partial(_eager_with_float_mask, eager)
+
+
+def _eager_with_float_mask(
+    eager: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Eager functions add their mask and know no implicit causality: give them both as floats."""
+    causal = kwargs.get("is_causal")
+    causal = causal if causal is not None else getattr(module, "is_causal", True)
+    if mask is None and causal and query.shape[2] > 1:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return eager(module, query, key, value, mask, **kwargs)
