@@ -6,6 +6,7 @@ or refused with an error. `choose` and `attend` are the same without the argumen
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -171,7 +172,7 @@ def attend(
     left, right: keys seen on each side of the diagonal, -1 for no limit (causal is right=0).
     site: the counter key of the calling site.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)  # SDPA's own expression
     if call.needs_grad or call.dropout:
         return _differentiable(
             query, key, value, attn_mask, scale, left, right, call.top_left, softcap, sinks, dropout_p,
@@ -202,7 +203,8 @@ def attend_with_weights(
     """Exact attention that also returns its weights [B, Hq, q_len, kv_len], counted "output_attentions"."""
     tick("output_attentions", site)
     visibility = ops.visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
-    weights = exact_weights(query, key, visibility, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
+    with torch.autocast(query.device.type, enabled=False):  # it would halve the precision of the scores
+        weights = exact_weights(query, key, visibility, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
     if dropout_p:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     groups = query.shape[1] // value.shape[1]
@@ -279,13 +281,18 @@ def _differentiable(
     else:
         q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         pieces = [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
+        # tokens before the first and after the last sequence see nothing
+        nothing = slice(0, 0)
+        pieces = [(slice(0, q[0]), nothing), *pieces, (slice(q[-1], None), nothing)]
     outs, lses = [], []
     for rows, cols in pieces:
         part = query[:, :, rows], key[:, :, cols], value[:, :, cols]
         visibility = ops.visibility_of(part[0].shape[2], part[1].shape[2], attn_mask, left, right, top_left)
-        out, lse = exact_attention(
-            *part, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse
-        )
+        # Autocast would turn the float32 products of softcap, sinks and LSE into half precision.
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = exact_attention(
+                *part, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse
+            )
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
@@ -297,13 +304,14 @@ def _differentiable(
 
 
 def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed dtypes take autocast's dtype, as SDPA's own autocast rule does; outside autocast they stay mixed
-    and the call goes exact in their common dtype, with the output in query's dtype."""
+    """Under autocast a call takes autocast's dtype, float32 too, as SDPA's own autocast rule has it (float64 stays).
+    Outside it mixed dtypes stay mixed and the call goes exact in their common dtype, out in query's dtype."""
     device = query.device.type
-    if query.dtype == key.dtype == value.dtype or not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    return query, key, value
 
 
 def _band(window: int | tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:

@@ -114,7 +114,7 @@ class Span:
 
     def _count(self, total: int | None) -> int:
         size = self.values[0]
-        # The slack keeps 0.1 of 30 at 3 although 0.1 * 30 > 3 in floating point.
+        # The slack keeps 0.07 of 100 at 7 although 0.07 * 100 > 7 in floating point.
         return size if isinstance(size, int) else math.ceil(size * self._total(total) - 1e-9)
 
     def _total(self, total: int | None) -> int:
@@ -249,8 +249,8 @@ class Plan:
             found.setdefault(tuple((c.recipe, c.on_unsupported) for c in choices), []).append(step)
         if len(found) > MAX_VARIANTS:
             raise PolicyError(
-                f"the rules give {len(found)} different plans over {num_steps} steps; at most {MAX_VARIANTS} may "
-                "be, since each may recompile a compiled model: let the rules share their step ranges"
+                f"the rules give {len(found)} plans over {num_steps} steps; at most {MAX_VARIANTS} may be: "
+                "each may recompile a compiled model, so let the rules share their step ranges"
             )
         return [
             Variant(tuple(steps), {s.name: self.choice(s.name, steps[0], num_steps) for s in self.sites})

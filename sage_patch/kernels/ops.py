@@ -123,8 +123,8 @@ def _run(
     sinks: Tensor | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """One dense problem. An empty sequence inside a quantized call has nothing to quantize."""
-    if recipe.is_exact or not query.shape[2] or not key.shape[2]:
+    """One dense problem. An empty sequence or batch inside a quantized call has nothing to quantize."""
+    if recipe.is_exact or not (query.shape[0] and query.shape[2] and key.shape[2]):
         # On a GPU one row's mask guard would cost more than its attention; the unpatched call has none either.
         guard = query.device.type == "cpu" or query.shape[2] > 1
         return exact_attention(

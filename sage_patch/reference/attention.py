@@ -74,6 +74,8 @@ def quantized_attention(
     """
     batch, heads, q_len, _ = query.shape
     kv_heads = key.shape[1]
+    # sums run in memory order: one order, so that any view gives the bits of its contiguous copy
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     keys = _prepare_keys(key, value, visibility, recipe)
     grouped = (batch, kv_heads, heads // kv_heads)
     out = query.new_empty(batch, heads, q_len, value.shape[-1], dtype=torch.float32)

@@ -73,8 +73,7 @@ def _by_sdpa(
         return _sdpa(query, key, value, visibility.attn_mask, False, scale, dropout_p, grouped)
     plain_causal = visibility.attn_mask is None and visibility.right == 0 and visibility.left is None
     if plain_causal and visibility.offset == 0:
-        kv_len = min(kv_len, q_len)  # top-left: later keys are seen by no row
-        return _sdpa(query, key[..., :kv_len, :], value[..., :kv_len, :], None, True, scale, dropout_p, grouped)
+        return _sdpa(query, key, value, None, True, scale, dropout_p, grouped)  # torch's own corner
     batch, heads = query.shape[:2]
     mask_rows = visibility.attn_mask.shape[0] * visibility.attn_mask.shape[1] if visibility.attn_mask is not None else 1
     step = max(1, _SCORES_PER_STEP // max(1, kv_len * min(mask_rows, batch * heads)))
@@ -173,7 +172,8 @@ def _blocked(
         dead = torch.isneginf(scores).all(dim=-1, keepdim=True)
         outs.append(torch.where(dead, 0.0, out).to(out_dtype))
         if return_lse:
-            lses.append((torch.log(total) + torch.where(total == 0, 0.0, top))[..., 0].float())
+            # safe, not total: the logarithm of zero would turn a dead row's gradient into NaN
+            lses.append(torch.where(dead, -math.inf, torch.log(safe) + top)[..., 0].float())
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-2) if outs else value.new_zeros(
         batch, heads, 0, value.shape[-1], dtype=out_dtype
     )
