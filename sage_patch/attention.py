@@ -204,7 +204,9 @@ def attend_with_weights(
     tick("output_attentions", site)
     visibility = ops.visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
     with torch.autocast(query.device.type, enabled=False):  # it would halve the precision of the scores
-        weights = exact_weights(query, key, visibility, scale=scale, softcap=softcap, sinks=sinks).to(query.dtype)
+        weights = exact_weights(query, key, visibility, scale=scale, softcap=softcap, sinks=sinks).to(
+            query.dtype
+        )
     if dropout_p:
         weights = torch.nn.functional.dropout(weights, dropout_p)
     groups = query.shape[1] // value.shape[1]
@@ -291,7 +293,13 @@ def _differentiable(
         # Autocast would turn the float32 products of softcap, sinks and LSE into half precision.
         with torch.autocast(query.device.type, enabled=False):
             out, lse = exact_attention(
-                *part, visibility, scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, return_lse=return_lse
+                *part,
+                visibility,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+                dropout_p=dropout_p,
+                return_lse=return_lse,
             )
         outs.append(out)
         lses.append(lse)
@@ -333,20 +341,29 @@ def _check_rank(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_packed(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_q is None or cu_k is None:
         raise ValueError("cu_seqlens_q and cu_seqlens_k come together; one of them is missing")
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if cu.dim() != 1 or cu.numel() < 2 or cu.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64 [sequences + 1]; got {cu.dtype} {list(cu.shape)}")
+            raise ValueError(
+                f"{name} must be int32 or int64 [sequences + 1]; got {cu.dtype} {list(cu.shape)}"
+            )
     if cu_q.numel() != cu_k.numel():
         raise ValueError(f"cu_seqlens_q has {cu_q.numel() - 1} sequences, cu_seqlens_k {cu_k.numel() - 1}")
     if attn_mask is not None:
         raise ValueError("attn_mask cannot be combined with cu_seqlens; write the documents into one of them")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
-            raise ValueError(f"with cu_seqlens, {name} must be packed [tokens, heads, head_dim]; got {list(x.shape)}")
+            raise ValueError(
+                f"with cu_seqlens, {name} must be packed [tokens, heads, head_dim]; got {list(x.shape)}"
+            )
     return tuple(x.transpose(0, 1)[None] for x in (query, key, value))  # type: ignore[return-value]
 
 
@@ -362,7 +379,9 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if kv_heads != value.shape[1]:
         raise ValueError(f"key and value head counts differ: {shapes}")
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"num_heads {heads} must be a positive multiple of num_kv_heads {kv_heads}: {shapes}")
+        raise ValueError(
+            f"num_heads {heads} must be a positive multiple of num_kv_heads {kv_heads}: {shapes}"
+        )
     if heads != kv_heads and not enable_gqa:
         raise ValueError(
             f"num_heads {heads} differs from num_kv_heads {kv_heads}: pass enable_gqa=True, or check tensor_layout: {shapes}"
@@ -392,7 +411,7 @@ def _check_mask(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor 
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     full = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     if any(m not in (1, f) for m, f in zip(mask.shape, full, strict=True)):
-        raise ValueError(f"attn_mask {list(attn_mask.shape)} does not broadcast to [B, Hq, q_len, kv_len] = {list(full)}")
+        raise ValueError(
+            f"attn_mask {list(attn_mask.shape)} does not broadcast to [B, Hq, q_len, kv_len] = {list(full)}"
+        )
     return mask
-
-

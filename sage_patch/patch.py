@@ -20,7 +20,14 @@ from torch import nn
 
 from sage_patch.integrations import sites as site_finder
 from sage_patch.integrations.sites import TAG, SiteTag
-from sage_patch.integrations.transformers import NAME, OwnAttentionError, register
+from sage_patch.integrations.source import (
+    STRICTEST_LAST,
+    MaskStyle,
+    has_own_attention,
+    modeling_file_of,
+    style_for,
+)
+from sage_patch.integrations.transformers import NAMES, OwnAttentionError, register
 from sage_patch.kernels import ops
 from sage_patch.policy import AttentionSite, Plan, Policy, resolve
 from sage_patch.recipes import parse_recipe
@@ -81,7 +88,9 @@ class Handle:
         if total == 0:
             lines.append("patched but unused: no call has reached a patched site yet")
         if any(r["backend"] == "reference" for r in rows):
-            lines.append("quantized calls ran on the reference backend (plain PyTorch): same numerics, slower than unpatched")
+            lines.append(
+                "quantized calls ran on the reference backend (plain PyTorch): same numerics, slower than unpatched"
+            )
         by_site: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             by_site.setdefault(row["site"], []).append(row)
@@ -89,7 +98,8 @@ class Handle:
         width = max(len(n) for n in names)
         for name in names:
             parts = [
-                f"{r['recipe']} x{r['calls']}" + (f" ({r['reason']})" if r["reason"] else "") for r in by_site.get(name, [])
+                f"{r['recipe']} x{r['calls']}" + (f" ({r['reason']})" if r["reason"] else "")
+                for r in by_site.get(name, [])
             ]
             planned = self.plan.choice(name).recipe if name != "*" else "inside compiled graphs"
             lines.append(f"  {name:<{width}}  {planned}: {', '.join(parts) if parts else 'no calls'}")
@@ -124,8 +134,9 @@ def apply(model: nn.Module, policy: Policy | None = None) -> Handle:
     plan = resolve(policy, [site for site, _ in found])
     token = f"h{next(_HANDLE_NUMBERS)}/"
     handle = Handle(model, plan, token, unrouted)
-    replacements = _config_copies(model)
-    tags = [(module, _tag(site, module, plan, policy, token)) for site, module in found]
+    styles = _mask_styles(found)
+    replacements = _config_copies(model, styles)
+    tags = [(module, _tag(site, module, plan, policy, token, styles)) for site, module in found]
 
     register()
     for module, attribute, original, replacement in replacements:
@@ -159,7 +170,15 @@ def stats() -> list[dict[str, Any]]:
     for key, calls in ops.counts().items():
         owner, _, name = key.site.rpartition("/") if key.site else ("", "", "sage_attention")
         if owner in ("", "flag", "copy"):
-            rows.append({"site": name, "recipe": key.recipe, "backend": key.backend, "reason": key.reason, "calls": calls})
+            rows.append(
+                {
+                    "site": name,
+                    "recipe": key.recipe,
+                    "backend": key.backend,
+                    "reason": key.reason,
+                    "calls": calls,
+                }
+            )
     return rows
 
 
@@ -195,10 +214,23 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model
 
 
-def _config_copies(model: nn.Module) -> list[tuple[nn.Module, str, Any, Any]]:
+def _mask_styles(found: list[tuple[AttentionSite, nn.Module]]) -> dict[int, MaskStyle]:
+    """The mask style of every configuration object that sites hold, by id; under 0, the strictest of them all."""
+    causal: dict[int, bool] = {}
+    files: dict[int, str] = {}
+    for _, module in found:
+        key = id(getattr(module, "config", None))
+        causal[key] = causal.get(key, True) and getattr(module, "is_causal", False) is True
+        files[key] = type(module).__module__
+    styles = {key: style_for(files[key], causal[key]) for key in causal}
+    strictest = max(styles.values(), key=STRICTEST_LAST.index)
+    return {**styles, 0: strictest}
+
+
+def _config_copies(model: nn.Module, styles: dict[int, MaskStyle]) -> list[tuple[nn.Module, str, Any, Any]]:
     """(module, attribute, original config, patched copy) for every configuration object the modules hold.
 
-    A submodel that attends in its own code keeps its configuration: its masks must not change type.
+    A submodel that attends in its own code keeps its implementation: its masks must not change type.
     """
     from transformers import PretrainedConfig
 
@@ -206,27 +238,27 @@ def _config_copies(model: nn.Module) -> list[tuple[nn.Module, str, Any, Any]]:
     found = []
     for module in model.modules():
         for attribute, value in list(module.__dict__.items()):
-            if not isinstance(value, PretrainedConfig):
-                continue
-            copied = copy.deepcopy(value, memo)
-            found.append((module, attribute, value, copied))
+            if isinstance(value, PretrainedConfig):
+                found.append((module, attribute, value, copy.deepcopy(value, memo)))
     for _, _, original, copied in found:
-        _set_implementation(original, copied)
+        _set_implementation(original, copied, styles)
     return found
 
 
-def _set_implementation(original: Any, copied: Any) -> None:
-    """Set "sage2" on the copy and on every sub-configuration whose models go through the registry."""
-    modeling = type(original).__module__.replace(".configuration_", ".modeling_")
-    if not site_finder.file_has_own_attention(modeling):
-        copied._attn_implementation_internal = NAME
+def _set_implementation(original: Any, copied: Any, styles: dict[int, MaskStyle]) -> None:
+    """Set our name on the copy and on its sub-configurations. One without sites of its own may still build masks
+    for those of others (wrapper models do): it takes the strictest style."""
+    if not has_own_attention(modeling_file_of(type(original))):
+        copied._attn_implementation_internal = NAMES[styles.get(id(original), styles[0])]
     for key in getattr(original, "sub_configs", {}):
         sub = getattr(original, key, None)
-        if sub is not None and getattr(copied, key, None) is not sub:
-            _set_implementation(sub, getattr(copied, key))
+        if sub is not None:
+            _set_implementation(sub, getattr(copied, key), styles)
 
 
-def _tag(site: AttentionSite, module: nn.Module, plan: Plan, policy: Policy, token: str) -> SiteTag:
+def _tag(
+    site: AttentionSite, module: nn.Module, plan: Plan, policy: Policy, token: str, styles: dict[int, MaskStyle]
+) -> SiteTag:
     choice = plan.choice(site.name)
     config = getattr(module, "config", None)
     return SiteTag(
@@ -236,4 +268,5 @@ def _tag(site: AttentionSite, module: nn.Module, plan: Plan, policy: Policy, tok
         on_unsupported=choice.on_unsupported,
         limits=policy.limits,
         original=getattr(config, "_attn_implementation", None) or "",
+        style=styles[id(config)],
     )

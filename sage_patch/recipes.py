@@ -105,7 +105,9 @@ def parse_recipe(text: str) -> Recipe:
         if key not in _VARIANT_FIELDS:
             raise ValueError(f"recipe {text!r}: unknown variant {key!r}{nearest(key, _VARIANT_FIELDS)}")
         if value not in _VARIANT_FIELDS[key]:
-            raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
+            raise ValueError(
+                f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}"
+            )
         changes[key] = (value == "on") if key == "smooth_v" else value
     return replace(base, name=text, **changes)  # type: ignore[arg-type]
 

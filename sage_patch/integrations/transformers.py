@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from sage_patch.attention import UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
 from sage_patch.integrations.masks import classify, pattern_of
-from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag, file_has_own_attention
+from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
+from sage_patch.integrations.source import MaskStyle, has_own_attention, mask_style, modeling_file_of
 from sage_patch.recipes import AUTO, Limits, parse_recipe
 
 NAME = "sage2"
+# The same under the other mask styles: chosen by apply() where a model needs its masks written out.
+NAMES: dict[MaskStyle, str] = {"implicit": NAME, "bool": "sage2_bool_masks", "float": "sage2_float_masks"}
 
 # Arguments of model.forward that transformers passes down to every attention function and that no implementation
 # reads: positions are already in the rotated keys and the mask, the rest concerns other parts of the model.
@@ -27,11 +30,10 @@ _PASSING_THROUGH = frozenset(
     """position_ids cache_position use_cache output_hidden_states output_router_logits return_dict logits_to_keep
     num_items_in_batch max_length_q max_length_k token_type_ids mm_token_type_ids deterministic inputs_embeds
     position_embeddings past_key_values labels layer_idx is_first_iteration encoder_attention_mask
-    encoder_hidden_states interpolate_pos_encoding pixel_values return_loss""".split()
+    encoder_hidden_states input_ids interpolate_pos_encoding pixel_values return_loss""".split()
 )
-# Arguments that select keys: a model that passes them expects the function to drop keys, and only "eager" and
-# "sdpa" get that selection as a mask instead.
-_KEY_SELECTION = ("indices", "block_indices")
+# Selects keys by block in a layout of its own; the model expects the function to drop the others.
+_KEY_SELECTION = ("block_indices",)
 # Arguments of continuous batching, whose keys live in a paged cache.
 _PAGED = ("cache", "read_index", "write_index", "block_table")
 
@@ -56,18 +58,19 @@ def sage2_attention_forward(
     output_attentions: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface: query [B, Hq, q_len, D], key and value [B, Hkv, kv_len, D or Dv].
 
     Returns (output [B, q_len, Hq, Dv] contiguous, weights [B, Hq, q_len, kv_len] if output_attentions else None).
-    Causality follows transformers' "sdpa": the keyword, else the module's `is_causal`, else True; only without a
-    mask and for more than one query row, aligned to the first key. Raises UnsupportedCall for arguments that
-    select keys or belong to a paged cache.
+    Causality without a mask follows transformers' "sdpa" (the keyword, else the module's `is_causal`, else True; for
+    more than one query row, aligned to the first key), unless the model's masks are always written out. Raises
+    UnsupportedCall for arguments that select keys or belong to a paged cache.
     """
     tag = getattr(module, TAG, None)
     if tag is None:
-        tag = _flag_tag(type(module).__name__, getattr(module, "layer_idx", None))
+        tag = _flag_tag(type(module).__name__, type(module).__module__, getattr(module, "layer_idx", None))
     site = tag.group if torch.compiler.is_compiling() else tag.key
     unknown = [name for name, v in kwargs.items() if v is not None and name not in _PASSING_THROUGH]
     if unknown:
@@ -76,15 +79,19 @@ def sage2_attention_forward(
         everything = dict(
             dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias,
             sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, output_attentions=output_attentions,
-            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k,
+            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, indices=indices,
         )  # fmt: skip
         given = {name: v for name, v in everything.items() if v is not None}
         return _original(tag, module)(module, query, key, value, attention_mask, **given, **kwargs)
 
     query, key, value = unify(query, key, value)
+    if query.shape[0] != key.shape[0]:  # learned queries come once for the whole batch
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
+    if indices is not None:
+        attention_mask = _with_selection(attention_mask, indices, key.shape[2])
     q_len = query.shape[2]
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = bool(causal) and attention_mask is None and q_len > 1
+    causal = attention_mask is None and q_len > 1 and _causal_without_mask(module, is_causal, tag.style)
     if causal and key.shape[2] > q_len:
         # Prefill into an empty static cache: the slots behind the prompt hold nothing yet.
         key, value = key[:, :, :q_len], value[:, :, :q_len]
@@ -133,32 +140,42 @@ def sage2_mask(
     kv_offset: int = 0,
     mask_function: Callable | None = None,
     attention_mask: Tensor | None = None,
+    style: MaskStyle | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The boolean mask that "sdpa" would get, with its pattern noted on it (see masks.py).
+    """The mask that the model needs (see MaskStyle), with its pattern noted on it (see masks.py).
 
-    Raises OwnAttentionError for models that build masks through transformers but attend in their own code: they
-    would read this mask as something else and compute wrong logits.
+    style: given by the registered name that apply() chose; None reads it off the model's file. Raises
+    OwnAttentionError for models that build masks through transformers but attend in their own code: they would
+    read this mask as something else and compute wrong logits.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
     config = kwargs.get("config")
-    if config is not None and not torch.compiler.is_compiling():
-        refuse_own_attention(type(config))
+    if style is None:
+        style = _style_of_config(type(config)) if config is not None else "implicit"
     function = mask_function if mask_function is not None else causal_mask_function
-    mask = sdpa_mask(
+    if style != "implicit":
+        kwargs["allow_is_causal_skip"] = False
+    mask = (eager_mask if style == "float" else sdpa_mask)(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=function, attention_mask=attention_mask, **kwargs,
     )  # fmt: skip
-    if mask is None or mask.dtype != torch.bool:
-        return mask
+    if mask is None:
+        return None
     return classify(mask, q_length, kv_length, q_offset, kv_offset, function, attention_mask)
+
+
+@torch.compiler.assume_constant_result
+def _style_of_config(config_type: type) -> MaskStyle:
+    refuse_own_attention(config_type)
+    return mask_style(modeling_file_of(config_type))
 
 
 def refuse_own_attention(config_type: type) -> None:
     """Raise if the modeling file beside this configuration class attends in its own code."""
-    modeling = config_type.__module__.replace(".configuration_", ".modeling_")
-    if modeling != config_type.__module__ and file_has_own_attention(modeling):
+    modeling = modeling_file_of(config_type)
+    if has_own_attention(modeling):
         raise OwnAttentionError(
             f"{config_type.__name__.removesuffix('Config')} models compute attention in their own code "
             f"({modeling}), which attn_implementation={NAME!r} does not reach; load with "
@@ -167,26 +184,30 @@ def refuse_own_attention(config_type: type) -> None:
 
 
 def register() -> None:
-    """Make "sage2" known to transformers' attention and mask registries. Safe to call again."""
+    """Make "sage2" and its mask styles known to transformers' registries. Safe to call again."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(NAME, sage2_attention_forward)
-    AttentionMaskInterface.register(NAME, sage2_mask)
+    for style, name in NAMES.items():
+        AttentionInterface.register(name, sage2_attention_forward)
+        fixed = None if name == NAME else style
+        AttentionMaskInterface.register(name, functools.partial(sage2_mask, style=fixed) if fixed else sage2_mask)
 
 
 def unregister() -> None:
-    """Take "sage2" out of both registries; a model that still uses the name then fails by name."""
+    """Take the names out of both registries; a model that still uses one then fails by name."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     # The registries have no public way to forget a name.
-    AttentionInterface._global_mapping.pop(NAME, None)
-    AttentionMaskInterface._global_mapping.pop(NAME, None)
+    for name in NAMES.values():
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
-def _flag_tag(class_name: str, layer_idx: int | None) -> SiteTag:
+def _flag_tag(class_name: str, modeling_file: str, layer_idx: int | None) -> SiteTag:
     """The tag of a module that was never given one: default policy, named by class and layer index."""
     name = class_name if layer_idx is None else f"{class_name}.{layer_idx}"
     return SiteTag(
@@ -196,7 +217,17 @@ def _flag_tag(class_name: str, layer_idx: int | None) -> SiteTag:
         on_unsupported="exact",
         limits=Limits(),
         original="",
+        style=mask_style(modeling_file),
     )
+
+
+def _causal_without_mask(module: nn.Module, is_causal: bool | None, style: MaskStyle) -> bool:
+    """Whether a call without a mask is causal. Where masks are written out, only the keyword can say so."""
+    if style == "float":
+        return False
+    if style == "bool":
+        return is_causal is True
+    return bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
 
 
 def _with_bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | None:
@@ -208,6 +239,18 @@ def _with_bias(mask: Tensor | None, position_bias: Tensor | None) -> Tensor | No
     if mask.dtype == torch.bool:
         return torch.where(mask, position_bias, float("-inf"))
     return position_bias + mask
+
+
+def _with_selection(mask: Tensor | None, indices: Tensor, kv_len: int) -> Tensor:
+    """The mask that also hides every key not selected: indices [B, q_len, k], one selection for all heads.
+
+    Models with an indexer fold it into the mask for "eager" and "sdpa" only, and pass it on for any other name.
+    """
+    chosen = torch.zeros(*indices.shape[:2], kv_len, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    if mask is None:
+        return chosen
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, float("-inf"))
 
 
 def _refuse_known_hazards(unknown: list[str], module: nn.Module) -> None:
@@ -238,7 +281,13 @@ def _original(tag: SiteTag, module: nn.Module) -> Callable:
 
 
 def _eager_with_float_mask(
-    eager: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+    eager: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Eager functions add their mask and know no implicit causality: give them both as floats."""
     causal = kwargs.get("is_causal")

@@ -7,8 +7,10 @@ through `count`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,34 @@ def counts(prefix: str = "") -> dict[CallKey, int]:
 def reset_counts(prefix: str = "") -> None:
     for key in [k for k in _COUNTS if k.site.startswith(prefix)]:
         del _COUNTS[key]
+
+
+class ObservedCall(NamedTuple):
+    """What an observer is given: the tensors of one call as the operator received them, [B, H, tokens, D]."""
+
+    site: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    scale: float
+    left: int
+    right: int
+    top_left: bool
+
+
+_OBSERVERS: list[Callable[[ObservedCall], None]] = []
+
+
+@contextlib.contextmanager
+def observe(observer: Callable[[ObservedCall], None]) -> Iterator[None]:
+    """Call `observer` with every attention call inside the with-block, before it runs. For capture, not for change:
+    the observer must not write to the tensors, and copies what it keeps."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
 
 
 def backend_for(device_type: str) -> str:
@@ -92,6 +122,8 @@ def _attention(
     chosen = parse_recipe(recipe)
     backend = "exact" if chosen.is_exact else backend_for(query.device.type)
     _COUNTS[CallKey(site, recipe, backend, reason)] += 1
+    for observer in _OBSERVERS:
+        observer(ObservedCall(site, query, key, value, attn_mask, scale, left, right, top_left))
     # Autocast would turn the float32 products of either path into half precision.
     with torch.autocast(query.device.type, enabled=False):
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -103,7 +135,11 @@ def _attention(
         lse_all.fill_(-math.inf)
         q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
         for i in range(len(q) - 1):
-            part_q, part_k, part_v = query[:, :, q[i] : q[i + 1]], key[:, :, k[i] : k[i + 1]], value[:, :, k[i] : k[i + 1]]
+            part_q, part_k, part_v = (
+                query[:, :, q[i] : q[i + 1]],
+                key[:, :, k[i] : k[i + 1]],
+                value[:, :, k[i] : k[i + 1]],
+            )
             visibility = visibility_of(part_q.shape[2], part_k.shape[2], None, left, right, top_left)
             part, lse = _run(chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse)
             out[:, :, q[i] : q[i + 1]] = part
@@ -132,7 +168,15 @@ def _run(
             scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, guard_hidden=guard,
         )  # fmt: skip
     return quantized_attention(
-        query, key, value, visibility, recipe, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse
+        query,
+        key,
+        value,
+        visibility,
+        recipe,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
     )
 
 

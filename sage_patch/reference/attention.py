@@ -239,9 +239,16 @@ def _tile_scores(
         if mask.dtype == torch.bool:
             scores = scores.masked_fill_(~mask, -math.inf)
         else:
-            scores = scores + mask.float() * LOG2E
+            scores = scores + _bias_log2(mask)
     band = visibility.band(rows.first, rows.last, col0, col1, scores.device)
     return scores if band is None else scores.masked_fill_(~band, -math.inf)
+
+
+def _bias_log2(bias: Tensor) -> Tensor:
+    """An additive mask in log2 units. Only -inf hides: a finite bias stays finite, though the lowest float32
+    times log2(e) would not, so that a row of finfo.min sees every key alike."""
+    scaled = (bias.float() * LOG2E).clamp_min_(torch.finfo(torch.float32).min)
+    return scaled.masked_fill_(torch.isneginf(bias), -math.inf)
 
 
 def _epilogue(
