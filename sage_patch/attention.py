@@ -15,6 +15,7 @@ from torch import Tensor
 from sage_patch.kernels import ops
 from sage_patch.recipes import AUTO, EXACT, NO_LIMITS, Call, Limits, Recipe, parse_recipe, why_not
 from sage_patch.reference.exact import exact_attention, exact_weights
+from sage_patch.reference.quantize import hide
 
 Layout = Literal["HND", "NHD"]
 
@@ -203,6 +204,8 @@ def attend_with_weights(
     """Exact attention that also returns its weights [B, Hq, q_len, kv_len], counted "output_attentions"."""
     tick("output_attentions", site)
     visibility = ops.visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
+    seen = visibility.visible_keys(key.shape[1], key.device)
+    key, value = hide(key, seen), hide(value, seen)
     with torch.autocast(query.device.type, enabled=False):  # it would halve the precision of the scores
         weights = exact_weights(query, key, visibility, scale=scale, softcap=softcap, sinks=sinks).to(
             query.dtype

@@ -7,6 +7,7 @@ drops padding and windows without a word. Each call is run quantized, or exact w
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +110,7 @@ def sage2_attention_forward(
     packed = attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None
     if packed and query.shape[0] != 1:
         raise UnsupportedCall(f"cu_seq_lens needs one packed row; got a batch of {query.shape[0]} without a mask")
-    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    scale = float(scaling) if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
 
     if output_attentions:
         out, weights = attend_with_weights(

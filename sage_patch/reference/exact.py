@@ -56,12 +56,15 @@ def exact_attention(
 def exact_weights(
     query: Tensor, key: Tensor, visibility: Visibility, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    """The attention weights themselves, float32 [B, Hq, q_len, kv_len]; sinks take their share and are dropped."""
+    """The attention weights themselves, float32 [B, Hq, q_len, kv_len]; sinks take their share and are dropped.
+    A row that sees no key has weights of zero."""
     scores = _scores(query, _repeat(key, query), visibility, 0, query.shape[-2], scale, softcap)
-    if sinks is None:
-        return torch.softmax(scores, dim=-1)
-    sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+    dead = torch.isneginf(scores).all(dim=-1, keepdim=True)
+    scores = scores.masked_fill(dead, 0.0)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    return torch.softmax(scores, dim=-1)[..., : key.shape[-2]].masked_fill(dead, 0.0)
 
 
 def _by_sdpa(
