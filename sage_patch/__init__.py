@@ -26,7 +26,7 @@ _HOME = {
     "apply": "patch",
     "plan": "patch",
     "stats": "patch",
-    "UnsupportedCall": "attention",
+    "UnsupportedCall": "dispatch",
     "sage_attention": "attention",
     "Policy": "policy",
     "PolicyError": "policy",

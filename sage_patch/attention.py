@@ -1,27 +1,16 @@
-"""The functional face: `sage_attention` checks a call, chooses how to run it, and runs it.
-
-The choice is made from static facts before anything is launched: quantized, or exact with a counted reason,
-or refused with an error. `choose` and `attend` are the same without the argument checks, for the model adapters.
-"""
+"""The functional face: `sage_attention` checks a user's call, words its errors, and runs it."""
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sage_patch.kernels import ops
-from sage_patch.recipes import AUTO, EXACT, NO_LIMITS, Call, Limits, Recipe, parse_recipe, why_not
-from sage_patch.reference.exact import exact_attention, exact_weights
-from sage_patch.reference.quantize import hide
+from sage_patch.dispatch import Layout, Options, UnsupportedCall, attend, choose, describe, unify
+from sage_patch.recipes import AUTO, NO_LIMITS, Limits, parse_recipe
 
-Layout = Literal["HND", "NHD"]
-
-
-class UnsupportedCall(ValueError):
-    """The call asked for a recipe that cannot run it, and `on_unsupported` is "error"."""
+__all__ = ["UnsupportedCall", "sage_attention"]
 
 
 def sage_attention(
@@ -92,29 +81,25 @@ def sage_attention(
         raise ValueError(f"sinks must be float [{query.shape[1]}]; got {sinks.dtype} {list(sinks.shape)}")
     left, right = _band(window, is_causal)
 
-    query, key, value = unify(query, key, value)
-    call = describe(query, key, value, mask, left, right, causal_align == "top_left", softcap or 0.0, sinks, dropout_p,
-                    packed, return_lse)  # fmt: skip
-    limits = Limits() if recipe == AUTO else NO_LIMITS
-    chosen, reason = choose(parse_recipe(recipe), call, limits, on_unsupported)
-    out, lse = attend(
-        query,
-        key,
-        value,
-        call,
-        chosen,
-        reason,
+    options = Options(
         attn_mask=mask,
         scale=scale,
         left=left,
         right=right,
+        top_left=causal_align == "top_left",
         softcap=softcap or 0.0,
         sinks=sinks,
         dropout_p=dropout_p,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        return_lse=return_lse,
         out_layout="NHD" if packed else tensor_layout,
     )
+    query, key, value = unify(query, key, value)
+    call = describe(query, key, value, options)
+    limits = Limits() if recipe == AUTO else NO_LIMITS
+    chosen, reason = choose(parse_recipe(recipe), call, limits, on_unsupported)
+    out, lse = attend(query, key, value, options, call, chosen, reason)
     if packed:
         out = out[0].transpose(0, 1)
         lse = lse[0] if lse is not None else None
@@ -124,205 +109,6 @@ def sage_attention(
         assert lse is not None
         return out, lse
     return out
-
-
-def choose(
-    recipe: Recipe, call: Call, limits: Limits, on_unsupported: str = "exact", exact_reason: str = "policy"
-) -> tuple[Recipe, str]:
-    """(recipe that will run, reason): the recipe asked for with an empty reason, or "exact" and why.
-
-    exact_reason: what is counted when "exact" itself was asked for. Raises UnsupportedCall where the recipe
-    cannot run the call and `on_unsupported` is "error"; a call that is merely too short is never an error.
-    """
-    if recipe.is_exact:
-        return recipe, "needs_grad" if call.needs_grad else exact_reason
-    reason = why_not(recipe, call, ops.backend_for(call.device), limits)
-    if reason is None:
-        return recipe, ""
-    if on_unsupported == "error" and reason not in ("decode", "short_q", "short_kv", "empty"):
-        raise UnsupportedCall(
-            f"recipe {recipe.name!r} cannot run this call on {call.device}: {reason} "
-            f"({call.num_heads} query and {call.num_kv_heads} kv heads, {call.q_len} queries, {call.kv_len} keys, "
-            f'head_dim {call.head_dim}, {call.dtype}); use on_unsupported "exact", or the recipe "exact" here'
-        )
-    return EXACT, reason
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: Call,
-    recipe: Recipe,
-    reason: str,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-    left: int = -1,
-    right: int = -1,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    out_layout: Layout = "HND",
-    site: str = "",
-) -> tuple[Tensor, Tensor | None]:
-    """Run one checked call as `choose` decided: HND views in, out [B, Hq, q_len, Dv] contiguous in `out_layout`.
-
-    left, right: keys seen on each side of the diagonal, -1 for no limit (causal is right=0).
-    site: the counter key of the calling site.
-    """
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)  # SDPA's own expression
-    if call.needs_grad or call.dropout:
-        return _differentiable(
-            query, key, value, attn_mask, scale, left, right, call.top_left, softcap, sinks, dropout_p,
-            cu_seqlens_q, cu_seqlens_k, call.return_lse, out_layout, reason, site,
-        )  # fmt: skip
-    out, lse = ops.attention(
-        query, key, value, attn_mask, sinks, cu_seqlens_q, cu_seqlens_k, scale, left, right, call.top_left, softcap,
-        call.return_lse, out_layout, recipe.name, reason, site,
-    )  # fmt: skip
-    return out, lse if call.return_lse else None
-
-
-def attend_with_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    top_left: bool,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout_p: float,
-    site: str,
-) -> tuple[Tensor, Tensor]:
-    """Exact attention that also returns its weights [B, Hq, q_len, kv_len], counted "output_attentions"."""
-    tick("output_attentions", site)
-    visibility = ops.visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
-    seen = visibility.visible_keys(key.shape[1], key.device)
-    key, value = hide(key, seen), hide(value, seen)
-    with torch.autocast(query.device.type, enabled=False):  # it would halve the precision of the scores
-        weights = exact_weights(query, key, visibility, scale=scale, softcap=softcap, sinks=sinks).to(
-            query.dtype
-        )
-    if dropout_p:
-        weights = torch.nn.functional.dropout(weights, dropout_p)
-    groups = query.shape[1] // value.shape[1]
-    return torch.matmul(weights, value.repeat_interleave(groups, dim=1)), weights
-
-
-def describe(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    left: int,
-    right: int,
-    top_left: bool,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout_p: float,
-    varlen: bool,
-    return_lse: bool,
-) -> Call:
-    """The static facts of a call, for the envelope."""
-    same_dtype = query.dtype == key.dtype == value.dtype
-    tensors = (query, key, value, attn_mask, sinks)
-    return Call(
-        device=query.device.type,
-        dtype=str(query.dtype).removeprefix("torch.") if same_dtype else "mixed",
-        head_dim=query.shape[-1],
-        v_head_dim=value.shape[-1],
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        q_len=query.shape[2],
-        kv_len=key.shape[2],
-        is_causal=right == 0,
-        top_left=top_left,
-        mask="none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float",
-        window=left >= 0 or right > 0,
-        softcap=bool(softcap),
-        sinks=sinks is not None,
-        varlen=varlen,
-        return_lse=return_lse,
-        dropout=dropout_p > 0,
-        needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
-    )
-
-
-def tick(reason: str, site: str) -> None:
-    """Count one exact call that does not pass through the operator."""
-    ops.count(ops.TICKET, "exact", reason, site)
-
-
-def _differentiable(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    scale: float,
-    left: int,
-    right: int,
-    top_left: bool,
-    softcap: float,
-    sinks: Tensor | None,
-    dropout_p: float,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    return_lse: bool,
-    out_layout: Layout,
-    reason: str,
-    site: str,
-) -> tuple[Tensor, Tensor | None]:
-    """The exact path in plain PyTorch, for gradients and dropout: same speed and memory as unpatched."""
-    tick(reason, site)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        pieces = [(slice(None), slice(None))]
-    else:
-        q, k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-        pieces = [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
-        # tokens before the first and after the last sequence see nothing
-        nothing = slice(0, 0)
-        pieces = [(slice(0, q[0]), nothing), *pieces, (slice(q[-1], None), nothing)]
-    outs, lses = [], []
-    for rows, cols in pieces:
-        part = query[:, :, rows], key[:, :, cols], value[:, :, cols]
-        visibility = ops.visibility_of(part[0].shape[2], part[1].shape[2], attn_mask, left, right, top_left)
-        # Autocast would turn the float32 products of softcap, sinks and LSE into half precision.
-        with torch.autocast(query.device.type, enabled=False):
-            out, lse = exact_attention(
-                *part,
-                visibility,
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-                dropout_p=dropout_p,
-                return_lse=return_lse,
-            )
-        outs.append(out)
-        lses.append(lse)
-    out = torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
-    if out_layout == "NHD":
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    if not return_lse:
-        return out, None
-    return out, torch.cat([x for x in lses if x is not None], dim=2)
-
-
-def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast a call takes autocast's dtype, float32 too, as SDPA's own autocast rule has it (float64 stays).
-    Outside it mixed dtypes stay mixed and the call goes exact in their common dtype, out in query's dtype."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
-    return query, key, value
 
 
 def _band(window: int | tuple[int, int] | None, is_causal: bool) -> tuple[int, int]:
@@ -355,18 +141,14 @@ def _check_packed(
         raise ValueError("cu_seqlens_q and cu_seqlens_k come together; one of them is missing")
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if cu.dim() != 1 or cu.numel() < 2 or cu.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name} must be int32 or int64 [sequences + 1]; got {cu.dtype} {list(cu.shape)}"
-            )
+            raise ValueError(f"{name} must be int32 or int64 [sequences + 1]; got {cu.dtype} {list(cu.shape)}")
     if cu_q.numel() != cu_k.numel():
         raise ValueError(f"cu_seqlens_q has {cu_q.numel() - 1} sequences, cu_seqlens_k {cu_k.numel() - 1}")
     if attn_mask is not None:
         raise ValueError("attn_mask cannot be combined with cu_seqlens; write the documents into one of them")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
-            raise ValueError(
-                f"with cu_seqlens, {name} must be packed [tokens, heads, head_dim]; got {list(x.shape)}"
-            )
+            raise ValueError(f"with cu_seqlens, {name} must be packed [tokens, heads, head_dim]; got {list(x.shape)}")
     return tuple(x.transpose(0, 1)[None] for x in (query, key, value))  # type: ignore[return-value]
 
 
@@ -382,9 +164,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     if kv_heads != value.shape[1]:
         raise ValueError(f"key and value head counts differ: {shapes}")
     if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"num_heads {heads} must be a positive multiple of num_kv_heads {kv_heads}: {shapes}"
-        )
+        raise ValueError(f"num_heads {heads} must be a positive multiple of num_kv_heads {kv_heads}: {shapes}")
     if heads != kv_heads and not enable_gqa:
         raise ValueError(
             f"num_heads {heads} differs from num_kv_heads {kv_heads}: pass enable_gqa=True, or check tensor_layout: {shapes}"

@@ -127,11 +127,14 @@ def apply(model: nn.Module, policy: Policy | None = None) -> Handle:
     """Patch a transformers model in place so that its attention runs under `policy`.
 
     Everything is checked before anything changes. Raises PatchError if the model is compiled, already patched or
-    has nothing to patch, OwnAttentionError if it attends in its own code, PolicyError if the policy does not fit.
+    has nothing to patch, OwnAttentionError if it attends in its own code, PolicyError if the policy does not fit,
+    and kernels.build.BuildError if the model is on a GPU whose kernels can neither be found nor compiled.
     """
     found, unrouted = _inspect(model)
     policy = policy if policy is not None else Policy()
     plan = resolve(policy, [site for site, _ in found])
+    for device in {parameter.device for parameter in model.parameters()}:
+        ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
     token = f"h{next(_HANDLE_NUMBERS)}/"
     handle = Handle(model, plan, token, unrouted)
     styles = _mask_styles(found)

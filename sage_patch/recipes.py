@@ -105,9 +105,7 @@ def parse_recipe(text: str) -> Recipe:
         if key not in _VARIANT_FIELDS:
             raise ValueError(f"recipe {text!r}: unknown variant {key!r}{nearest(key, _VARIANT_FIELDS)}")
         if value not in _VARIANT_FIELDS[key]:
-            raise ValueError(
-                f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}"
-            )
+            raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
         changes[key] = (value == "on") if key == "smooth_v" else value
     return replace(base, name=text, **changes)  # type: ignore[arg-type]
 
@@ -135,6 +133,7 @@ class Call:
     before any launch, needs no device sync and is constant under torch.compile.
     """
 
+    backend: str  # what computes quantized recipes there: "reference", "sm90", "none"
     device: str  # "cpu", "cuda"
     dtype: str  # "float32", "float16", "bfloat16", "mixed", ...
     head_dim: int
@@ -145,7 +144,7 @@ class Call:
     kv_len: int
     is_causal: bool = False
     top_left: bool = False
-    mask: Literal["none", "bool", "float"] = "none"
+    mask: Literal["none", "lengths", "bool", "float"] = "none"  # lengths: each item's keys end somewhere
     window: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -174,8 +173,8 @@ class Limits:
 NO_LIMITS = Limits(min_q_len=1, min_kv_len=1, quantize_fp32=True)
 
 
-def why_not(recipe: Recipe, call: Call, backend: str, limits: Limits = Limits()) -> str | None:
-    """Why `recipe` will not run this call on `backend` ("reference" or "sm90"), or None if it will.
+def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None:
+    """Why `recipe` will not run this call on the backend of its device, or None if it will.
 
     The reasons are stable words: they are counted, printed in reports and matched in tests.
     """
@@ -198,11 +197,27 @@ def why_not(recipe: Recipe, call: Call, backend: str, limits: Limits = Limits())
         return "decode" if call.q_len == 1 else "short_q"
     if call.kv_len < limits.min_kv_len:
         return "short_kv"
-    return _backend_why_not(recipe, call, backend)
-
-
-def _backend_why_not(recipe: Recipe, call: Call, backend: str) -> str | None:
-    if backend == "reference":
+    if call.backend == "reference":
         # INT8 products of up to 1,024 channels are exact in the float32 matmul that the reference uses.
         return "head_dim" if call.head_dim > 1024 else None
+    if call.backend == "sm90":
+        return _sm90_why_not(recipe, call)
     return f"no_kernel_for_{call.device}"
+
+
+def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
+    """What the Hopper kernel does not take yet, as stable reasons."""
+    if is_variant(recipe):
+        return "variant"
+    if recipe.qk_bits == 4:
+        return "int4"
+    if call.dtype == "float32":
+        return "dtype_float32"
+    if call.head_dim > 128:
+        return "head_dim"
+    if call.v_head_dim != call.head_dim:
+        return "v_head_dim"
+    for reason in ("varlen", "window", "softcap", "sinks"):
+        if getattr(call, reason):
+            return reason
+    return f"mask_{call.mask}" if call.mask in ("bool", "float") else None

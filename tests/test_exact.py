@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from oracle import HALF, SINGLE, assert_attention_close, attention, normal, packed_attention, qkv
 
-from sage_patch.attention import attend_with_weights, sage_attention
+from sage_patch.attention import sage_attention
+from sage_patch.dispatch import Options, attend_with_weights
 from sage_patch.kernels import ops
 
 B, HQ, HKV, NQ, NK, D = 2, 4, 2, 37, 53, 24
@@ -159,15 +160,16 @@ def test_weights_themselves(mask: str, extra: str) -> None:
     if mask == "bool keys":
         bad = ~given[:, 0, 0, None, :, None]
         k, v = k.masked_fill(bad, math.nan), v.masked_fill(bad, math.nan)
-    call = dict(scale=D**-0.5, left=-1, right=0, top_left=False, dropout_p=0.0, site="w")
-    call |= dict(softcap=options.get("softcap", 0.0), sinks=options.get("sinks"))
     given = given[(None,) * (4 - given.dim())] if given is not None else None
-    out, weights = attend_with_weights(q, k, v, attn_mask=given, **call)
+    call = Options(
+        attn_mask=given, scale=D**-0.5, right=0, softcap=options.get("softcap", 0.0), sinks=options.get("sinks")
+    )
+    out, weights = attend_with_weights(q, k, v, call, "w")
     assert_attention_close(weights, want_weights, SINGLE)
     assert_attention_close(out, want, SINGLE)
     assert [key.reason for key in ops.counts()] == ["output_attentions"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attend_with_weights(q, k, v, attn_mask=given, **call)[1], weights)
+        assert torch.equal(attend_with_weights(q, k, v, call, "w")[1], weights)
 
 
 # --- bits of SDPA ---------------------------------------------------------------------------------------------

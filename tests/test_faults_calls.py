@@ -333,8 +333,8 @@ def test_projections_get_their_gradient(recipe: str) -> None:
 
 def test_gradients_decide_before_anything_else() -> None:
     """R-01: a recipe never claims a call that needs gradients, whatever its size and limits."""
-    call = Call("cpu", "float16", 64, 64, 2, 2, 500, 500, needs_grad=True)
-    assert {why_not(parse_recipe(r), call, "reference", NO_LIMITS) for r in QUANTIZED} == {"needs_grad"}
+    call = Call("reference", "cpu", "float16", 64, 64, 2, 2, 500, 500, needs_grad=True)
+    assert {why_not(parse_recipe(r), call, NO_LIMITS) for r in QUANTIZED} == {"needs_grad"}
 
 
 HASH = """

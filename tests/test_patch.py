@@ -34,7 +34,9 @@ def registry_snapshot() -> dict[str, object]:
     from transformers.modeling_utils import AttentionInterface
 
     tables = {"attention": AttentionInterface._global_mapping, "mask": AttentionMaskInterface._global_mapping}
-    kept: dict[str, object] = {t: {k: id(v) for k, v in table.items() if not k.startswith("sage2")} for t, table in tables.items()}
+    kept: dict[str, object] = {
+        t: {k: id(v) for k, v in table.items() if not k.startswith("sage2")} for t, table in tables.items()
+    }
     kept["sdpa"] = id(torch.nn.functional.scaled_dot_product_attention)
     return kept
 

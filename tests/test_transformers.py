@@ -40,8 +40,8 @@ FEATURES = [
         "deepseek_v3",
         {
             "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-            "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-            "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
+            "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1,
+            "topk_group": 1, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
         },
         id="value-head-dim-differs",
     ),
@@ -398,7 +398,8 @@ def test_own_attention_families_are_refused_by_name_and_unchanged(kind):
     for name, value in dict(
         num_hidden_layers=1, n_layer=1, n_layers=1, num_layers=1, hidden_size=32, n_embd=32, d_model=32, vocab_size=99,
         num_attention_heads=4, n_head=4, n_heads=4, attention_heads=4, ffn_dim=32, intermediate_size=32, rotary_dim=8,
-        attention_types=[[["global"], 1]], attention_layers=["global"], input_embedding_size=32, output_embedding_size=32,
+        attention_types=[[["global"], 1]], attention_layers=["global"],
+        input_embedding_size=32, output_embedding_size=32,
     ).items():  # fmt: skip
         if hasattr(config, name):
             setattr(config, name, value)

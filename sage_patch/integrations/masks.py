@@ -8,11 +8,13 @@ pattern it is. Every layer then hands the attention core a band and a [B, kv_len
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sage_patch.dispatch import Options
 
 _NOTE = "_sage_patch_pattern"
 
@@ -23,6 +25,7 @@ class MaskPattern:
 
     left, right: keys seen on each side of the diagonal, -1 for no limit. top_left: the diagonal starts at the
     first key; otherwise it ends at the last one. key_mask: bool [B, kv_len], True = a real token, or None.
+    kv_lens: int32 [B], set where the real tokens of every item come first (right padding).
     version: the tensor's version counter when it was classified; a mask that was written since is dense.
     """
 
@@ -30,7 +33,21 @@ class MaskPattern:
     right: int
     top_left: bool
     key_mask: Tensor | None
+    kv_lens: Tensor | None
     version: int
+
+    def instead_of_mask(self, options: Options, device: torch.device) -> Options:
+        """The same call with the pattern in place of its dense mask."""
+        lengths = self.kv_lens is not None and device.type == "cuda"  # the kernels take lengths; the reference, masks
+        key_mask = None if lengths or self.key_mask is None else self.key_mask[:, None, None, :]
+        return replace(
+            options,
+            attn_mask=key_mask,
+            kv_lens=self.kv_lens if lengths else None,
+            left=self.left,
+            right=self.right,
+            top_left=self.top_left,
+        )
 
 
 def classify(
@@ -61,12 +78,13 @@ def classify(
         if diagonal not in (0, kv_len - q_len):
             return mask
         top_left = diagonal != kv_len - q_len
-    key_mask = None
+    key_mask = kv_lens = None
     if padding is not None:
         key_mask = padding[:, kv_offset : kv_offset + kv_len].bool()
         if key_mask.shape[-1] != kv_len:
             return mask
-    setattr(mask, _NOTE, MaskPattern(left, right, top_left, key_mask, mask._version))
+        kv_lens = _lengths(key_mask)
+    setattr(mask, _NOTE, MaskPattern(left, right, top_left, key_mask, kv_lens, mask._version))
     return mask
 
 
@@ -97,6 +115,14 @@ def _band_of(mask_function: Callable) -> tuple[int, int] | None:
     if isinstance(window, int) and overlay.startswith("sliding_window_overlay"):
         return window - 1, 0
     return None
+
+
+def _lengths(key_mask: Tensor) -> Tensor | None:
+    """int32 [B] if the real tokens of every item come first. One look at the values a forward, as "sdpa" takes too
+    when it asks whether there is any padding."""
+    lengths = key_mask.sum(dim=-1, dtype=torch.int32)
+    first = torch.arange(key_mask.shape[-1], device=key_mask.device) < lengths[:, None]
+    return lengths if torch.equal(first, key_mask) else None
 
 
 def _closure(function: Callable) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import re
 import sys
+from collections.abc import Hashable
 from typing import Literal
 
 from torch import nn
@@ -23,8 +24,9 @@ STRICTEST_LAST: tuple[MaskStyle, ...] = ("implicit", "bool", "float")
 
 
 @functools.cache
-def is_routed(cls: type[nn.Module]) -> bool:
-    """Whether the class's own code takes a function from transformers' attention registry."""
+def is_routed(cls: Hashable) -> bool:
+    """Whether the code of a module class takes a function from transformers' attention registry."""
+    assert isinstance(cls, type)
     for base in cls.__mro__:
         if base is nn.Module:
             break

@@ -7,7 +7,6 @@ drops padding and windows without a word. Each call is run quantized, or exact w
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_patch.attention import UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
+from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
 from sage_patch.integrations.masks import classify, pattern_of
 from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import MaskStyle, has_own_attention, mask_style, modeling_file_of
@@ -97,39 +96,35 @@ def sage2_attention_forward(
         # Prefill into an empty static cache: the slots behind the prompt hold nothing yet.
         key, value = key[:, :, :q_len], value[:, :, :q_len]
         position_bias = position_bias[..., :q_len] if position_bias is not None else None
-    left, right, key_mask = -1, 0 if causal else -1, None
-    top_left = causal and key.shape[2] < q_len
-    if causal and isinstance(sliding_window, int) and 0 < sliding_window < key.shape[2]:
-        left = sliding_window - 1
-    pattern = pattern_of(attention_mask)
-    if pattern is not None:
-        left, right, top_left = pattern.left, pattern.right, pattern.top_left
-        key_mask = pattern.key_mask[:, None, None, :] if pattern.key_mask is not None else None
-    mask = key_mask if pattern is not None else attention_mask
-    mask = _with_bias(mask, position_bias)
     packed = attention_mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None
     if packed and query.shape[0] != 1:
         raise UnsupportedCall(f"cu_seq_lens needs one packed row; got a batch of {query.shape[0]} without a mask")
-    scale = float(scaling) if scaling is not None else 1.0 / math.sqrt(query.shape[-1])
-
+    reached = causal and isinstance(sliding_window, int) and 0 < sliding_window < key.shape[2]
+    options = Options(
+        attn_mask=_with_bias(attention_mask, position_bias),
+        scale=scaling,
+        left=sliding_window - 1 if reached and sliding_window is not None else -1,
+        right=0 if causal else -1,
+        top_left=causal and key.shape[2] < q_len,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        dropout_p=dropout,
+        cu_seqlens_q=cu_seq_lens_q if packed else None,
+        cu_seqlens_k=cu_seq_lens_k if packed else None,
+        out_layout="NHD",
+    )
     if output_attentions:
-        out, weights = attend_with_weights(
-            query, key, value, attn_mask=mask, scale=scale, left=left, right=right, top_left=top_left,
-            softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout, site=site,
-        )  # fmt: skip
+        out, weights = attend_with_weights(query, key, value, options, site)
         return out.transpose(1, 2).contiguous(), weights
 
-    call = describe(query, key, value, mask, left, right, top_left, softcap or 0.0, s_aux, dropout, packed, False)
+    # A mask of a known pattern costs a kernel less than a dense one; on the exact path the dense mask exists already.
+    pattern = pattern_of(attention_mask) if position_bias is None else None
+    quick = options if pattern is None else pattern.instead_of_mask(options, query.device)
+    call = describe(query, key, value, quick)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason)
-    if recipe.is_exact and pattern is not None:
-        # The dense mask exists already: cheaper than composing it again, and bit-equal to "sdpa".
-        mask, left, right = _with_bias(attention_mask, position_bias), -1, -1
-    out, _ = attend(
-        query, key, value, call, recipe, reason, attn_mask=mask, scale=scale, left=left, right=right,
-        softcap=softcap or 0.0, sinks=s_aux, dropout_p=dropout,
-        cu_seqlens_q=cu_seq_lens_q if packed else None, cu_seqlens_k=cu_seq_lens_k if packed else None,
-        out_layout="NHD", site=site,
-    )  # fmt: skip
+    if not recipe.is_exact:
+        options = quick
+    out, _ = attend(query, key, value, options, call, recipe, reason, site)
     return out.transpose(1, 2), None
 
 
@@ -158,7 +153,8 @@ def sage2_mask(
     function = mask_function if mask_function is not None else causal_mask_function
     if style != "implicit":
         kwargs["allow_is_causal_skip"] = False
-    mask = (eager_mask if style == "float" else sdpa_mask)(
+    build: Callable = eager_mask if style == "float" else sdpa_mask
+    mask = build(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=function, attention_mask=attention_mask, **kwargs,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sage_patch.kernels import library
 from sage_patch.recipes import Recipe, parse_recipe
 from sage_patch.reference.attention import quantized_attention
 from sage_patch.reference.exact import exact_attention
@@ -72,15 +73,25 @@ def observe(observer: Callable[[ObservedCall], None]) -> Iterator[None]:
         _OBSERVERS.remove(observer)
 
 
-def backend_for(device_type: str) -> str:
-    """Which backend computes quantized recipes on tensors of this device."""
-    return "reference" if device_type == "cpu" else "none"
+def backend_for(device: torch.device) -> str:
+    """Which backend computes quantized recipes on tensors of this device: "reference", "sm90" or "none"."""
+    if device.type == "cpu":
+        return "reference"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        return "sm90"
+    return "none"
+
+
+def prepare(device: torch.device) -> None:
+    """Have the compiled library of the device at hand, built first if need be; raises BuildError if it cannot be."""
+    if backend_for(device) == "sm90":
+        library.load()
 
 
 _LIBRARY = torch.library.Library("sage_patch", "DEF")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? sinks, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, float softcap, bool return_lse, "
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_lens, Tensor? sinks, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, float softcap, bool return_lse, "
     "str out_layout, str recipe, str reason, str site) -> (Tensor, Tensor)"
 )
 # `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.
@@ -105,6 +116,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
@@ -120,10 +132,19 @@ def _attention(
     site: str,
 ) -> tuple[Tensor, Tensor]:
     chosen = parse_recipe(recipe)
-    backend = "exact" if chosen.is_exact else backend_for(query.device.type)
+    backend = "exact" if chosen.is_exact else backend_for(query.device)
     _COUNTS[CallKey(site, recipe, backend, reason)] += 1
     for observer in _OBSERVERS:
         observer(ObservedCall(site, query, key, value, attn_mask, scale, left, right, top_left))
+    if backend == "sm90":  # the envelope has let nothing else through than what the kernel takes
+        out, lse = library.forward(
+            query, key, value, out_layout=out_layout, scale=scale, is_causal=right == 0, causal_top_left=top_left,
+            kv_lens=kv_lens, recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse,
+        )  # type: ignore[arg-type]  # fmt: skip
+        return out.transpose(1, 2) if out_layout == "NHD" else out, lse if lse is not None else _no_lse(query)
+    if kv_lens is not None:
+        lengths = (torch.arange(key.shape[2], device=key.device) < kv_lens[:, None])[:, None, None, :]
+        attn_mask = lengths if attn_mask is None else attn_mask & lengths
     # Autocast would turn the float32 products of either path into half precision.
     with torch.autocast(query.device.type, enabled=False):
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -205,6 +226,7 @@ def _attention_fake(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    kv_lens: Tensor | None,
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,

@@ -1,0 +1,208 @@
+"""How one attention call is run: described, chosen for, attended. Shared by the public function and the adapters.
+
+attention.py words the errors of a user's call; here every call is already sound. The choice is made from static
+facts before anything is launched: quantized, or exact with a counted reason, or refused with an error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sage_patch.kernels import ops
+from sage_patch.recipes import EXACT, Call, Limits, Recipe, why_not
+from sage_patch.reference.exact import exact_attention, exact_weights
+from sage_patch.reference.quantize import hide
+from sage_patch.reference.visibility import Visibility
+
+Layout = Literal["HND", "NHD"]
+# A call that is merely too short, or has nothing in it, is no failure of the recipe.
+_NEVER_AN_ERROR = ("decode", "short_q", "short_kv", "empty")
+
+
+class UnsupportedCall(ValueError):
+    """The call asked for a recipe that cannot run it, and `on_unsupported` is "error"."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything about a call but its three tensors, checked and in the core's own words.
+
+    attn_mask: 4-D, bool or float, broadcastable to [B, Hq, q_len, kv_len]. kv_lens: int32 [B], keys of each item
+    that exist. left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right=0. top_left:
+    the diagonal starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
+    out_layout: in which layout the output's memory is contiguous.
+    """
+
+    attn_mask: Tensor | None = None
+    kv_lens: Tensor | None = None
+    scale: float | None = None
+    left: int = -1
+    right: int = -1
+    top_left: bool = False
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    return_lse: bool = False
+    out_layout: Layout = "HND"
+
+    def scale_for(self, head_dim: int) -> float:
+        """The softmax scale; the default is SDPA's own expression of the true head_dim."""
+        return 1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
+
+    def visibility(self, q_len: int, kv_len: int) -> Visibility:
+        return ops.visibility_of(q_len, kv_len, self.attn_mask, self.left, self.right, self.top_left)
+
+
+def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast a call takes autocast's dtype, float32 too, as SDPA's own autocast rule has it (float64 stays).
+    Outside it mixed dtypes stay mixed and the call goes exact in their common dtype, out in query's dtype."""
+    device = query.device.type
+    if not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    return query, key, value
+
+
+def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:
+    """The static facts of a call, for the envelope. Tensors are HND views."""
+    same_dtype = query.dtype == key.dtype == value.dtype
+    mask = options.attn_mask
+    kind = "lengths" if options.kv_lens is not None else "none"
+    if mask is not None:
+        kind = "bool" if mask.dtype == torch.bool else "float"
+    tensors = (query, key, value, mask, options.sinks)
+    return Call(
+        backend=ops.backend_for(query.device),
+        device=query.device.type,
+        dtype=str(query.dtype).removeprefix("torch.") if same_dtype else "mixed",
+        head_dim=query.shape[-1],
+        v_head_dim=value.shape[-1],
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        q_len=query.shape[2],
+        kv_len=key.shape[2],
+        is_causal=options.right == 0,
+        top_left=options.top_left,
+        mask=kind,  # type: ignore[arg-type]
+        window=options.left >= 0 or options.right > 0,
+        softcap=bool(options.softcap),
+        sinks=options.sinks is not None,
+        varlen=options.cu_seqlens_q is not None,
+        return_lse=options.return_lse,
+        dropout=options.dropout_p > 0,
+        needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
+    )
+
+
+def choose(
+    recipe: Recipe, call: Call, limits: Limits, on_unsupported: str = "exact", exact_reason: str = "policy"
+) -> tuple[Recipe, str]:
+    """(recipe that will run, reason): the recipe asked for with an empty reason, or "exact" and why.
+
+    exact_reason: what is counted when "exact" itself was asked for. Raises UnsupportedCall where the recipe
+    cannot run the call and `on_unsupported` is "error"; a call that is merely too short is never an error.
+    """
+    if recipe.is_exact:
+        return recipe, "needs_grad" if call.needs_grad else exact_reason
+    reason = why_not(recipe, call, limits)
+    if reason is None:
+        return recipe, ""
+    if on_unsupported == "error" and reason not in _NEVER_AN_ERROR:
+        raise UnsupportedCall(
+            f"recipe {recipe.name!r} cannot run this call on {call.device}: {reason} "
+            f"({call.num_heads} query and {call.num_kv_heads} kv heads, {call.q_len} queries, {call.kv_len} keys, "
+            f'head_dim {call.head_dim}, {call.dtype}); use on_unsupported "exact", or the recipe "exact" here'
+        )
+    return EXACT, reason
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: Options,
+    call: Call,
+    recipe: Recipe,
+    reason: str,
+    site: str = "",
+) -> tuple[Tensor, Tensor | None]:
+    """Run one call as `choose` decided: HND views in, (out [B, Hq, q_len, Dv], lse or None) out.
+
+    site: the counter key of the calling site.
+    """
+    if call.needs_grad or call.dropout:
+        return _differentiable(query, key, value, options, reason, site)
+    o = options
+    out, lse = ops.attention(
+        query, key, value, o.attn_mask, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k,
+        o.scale_for(query.shape[-1]), o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout,
+        recipe.name, reason, site,
+    )  # fmt: skip
+    return out, lse if o.return_lse else None
+
+
+def attend_with_weights(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, site: str
+) -> tuple[Tensor, Tensor]:
+    """Exact attention that also returns its weights [B, Hq, q_len, kv_len], counted "output_attentions"."""
+    tick("output_attentions", site)
+    visibility = options.visibility(query.shape[2], key.shape[2])
+    seen = visibility.visible_keys(key.shape[1], key.device)
+    key, value = hide(key, seen), hide(value, seen)
+    scale = options.scale_for(query.shape[-1])
+    with torch.autocast(query.device.type, enabled=False):  # it would halve the precision of the scores
+        weights = exact_weights(query, key, visibility, scale=scale, softcap=options.softcap, sinks=options.sinks)
+    weights = weights.to(query.dtype)
+    if options.dropout_p:
+        weights = torch.nn.functional.dropout(weights, options.dropout_p)
+    groups = query.shape[1] // value.shape[1]
+    return torch.matmul(weights, value.repeat_interleave(groups, dim=1)), weights
+
+
+def tick(reason: str, site: str) -> None:
+    """Count one exact call that does not pass through the operator."""
+    ops.count(ops.TICKET, "exact", reason, site)
+
+
+def _differentiable(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, reason: str, site: str
+) -> tuple[Tensor, Tensor | None]:
+    """The exact path in plain PyTorch, for gradients and dropout: same speed and memory as unpatched."""
+    tick(reason, site)
+    pieces = [(slice(None), slice(None))]
+    if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
+        q, k = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
+        pieces = [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
+        # tokens before the first and after the last sequence see nothing
+        nothing = slice(0, 0)
+        pieces = [(slice(0, q[0]), nothing), *pieces, (slice(q[-1], None), nothing)]
+    outs, lses = [], []
+    for rows, cols in pieces:
+        part = query[:, :, rows], key[:, :, cols], value[:, :, cols]
+        # Autocast would turn the float32 products of softcap, sinks and LSE into half precision.
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = exact_attention(
+                *part,
+                options.visibility(part[0].shape[2], part[1].shape[2]),
+                scale=options.scale_for(query.shape[-1]),
+                softcap=options.softcap,
+                sinks=options.sinks,
+                dropout_p=options.dropout_p,
+                return_lse=options.return_lse,
+            )
+        outs.append(out)
+        lses.append(lse)
+    out = torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
+    if options.out_layout == "NHD":
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    if not options.return_lse:
+        return out, None
+    return out, torch.cat([x for x in lses if x is not None], dim=2)
