@@ -167,7 +167,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         raise ValueError(f"num_heads {heads} must be a positive multiple of num_kv_heads {kv_heads}: {shapes}")
     if heads != kv_heads and not enable_gqa:
         raise ValueError(
-            f"num_heads {heads} differs from num_kv_heads {kv_heads}: pass enable_gqa=True, or check tensor_layout: {shapes}"
+            f"num_heads {heads} differs from num_kv_heads {kv_heads}: pass enable_gqa=True, or check "
+            f"tensor_layout: {shapes}"
         )
 
 

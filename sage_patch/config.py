@@ -72,9 +72,7 @@ class PolicySpec(_Section):
 
     def build(self) -> Policy:
         """The policy itself."""
-        own = {
-            name: getattr(self, name) for name in PolicySpec.model_fields if name not in ("version", "rules")
-        }
+        own = {name: getattr(self, name) for name in PolicySpec.model_fields if name not in ("version", "rules")}
         rules = [Rule(**{name: getattr(r, name) for name in RuleSpec.model_fields}) for r in self.rules]
         return Policy(rules=rules, **own)
 
@@ -256,9 +254,7 @@ def _inline_policy(document: Document, base: Path) -> None:
         return document.report(("policy",), str(error))
     document.value["policy"] = inner.value if inner.value is not None else {}
     document.origins |= {("policy", *p): f"{o} of {name}" for p, o in inner.origins.items()}
-    document.problems += [
-        Problem(("policy", *p.path), p.message, f"{p.origin} of {name}") for p in inner.problems
-    ]
+    document.problems += [Problem(("policy", *p.path), p.message, f"{p.origin} of {name}") for p in inner.problems]
 
 
 def _resolve_path(document: Document, where: tuple[str, ...], base: Path) -> None:

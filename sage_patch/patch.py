@@ -11,7 +11,6 @@ All checks come first: an error leaves the model as it was.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -20,14 +19,8 @@ from torch import nn
 
 from sage_patch.integrations import sites as site_finder
 from sage_patch.integrations.sites import TAG, SiteTag
-from sage_patch.integrations.source import (
-    STRICTEST_LAST,
-    MaskStyle,
-    has_own_attention,
-    modeling_file_of,
-    style_for,
-)
-from sage_patch.integrations.transformers import NAMES, OwnAttentionError, register
+from sage_patch.integrations.source import MaskStyle
+from sage_patch.integrations.transformers import OwnAttentionError, config_copies, mask_styles, register
 from sage_patch.kernels import ops
 from sage_patch.policy import AttentionSite, Plan, Policy, resolve
 from sage_patch.recipes import parse_recipe
@@ -137,8 +130,8 @@ def apply(model: nn.Module, policy: Policy | None = None) -> Handle:
         ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
     token = f"h{next(_HANDLE_NUMBERS)}/"
     handle = Handle(model, plan, token, unrouted)
-    styles = _mask_styles(found)
-    replacements = _config_copies(model, styles)
+    styles = mask_styles(found)
+    replacements = config_copies(model, styles)
     tags = [(module, _tag(site, module, plan, policy, token, styles)) for site, module in found]
 
     register()
@@ -215,48 +208,6 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     """The model inside a PEFT wrapper, so that site names are the model's own."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
-
-
-def _mask_styles(found: list[tuple[AttentionSite, nn.Module]]) -> dict[int, MaskStyle]:
-    """The mask style of every configuration object that sites hold, by id; under 0, the strictest of them all."""
-    causal: dict[int, bool] = {}
-    files: dict[int, str] = {}
-    for _, module in found:
-        key = id(getattr(module, "config", None))
-        causal[key] = causal.get(key, True) and getattr(module, "is_causal", False) is True
-        files[key] = type(module).__module__
-    styles = {key: style_for(files[key], causal[key]) for key in causal}
-    strictest = max(styles.values(), key=STRICTEST_LAST.index)
-    return {**styles, 0: strictest}
-
-
-def _config_copies(model: nn.Module, styles: dict[int, MaskStyle]) -> list[tuple[nn.Module, str, Any, Any]]:
-    """(module, attribute, original config, patched copy) for every configuration object the modules hold.
-
-    A submodel that attends in its own code keeps its implementation: its masks must not change type.
-    """
-    from transformers import PretrainedConfig
-
-    memo: dict[int, Any] = {}
-    found = []
-    for module in model.modules():
-        for attribute, value in list(module.__dict__.items()):
-            if isinstance(value, PretrainedConfig):
-                found.append((module, attribute, value, copy.deepcopy(value, memo)))
-    for _, _, original, copied in found:
-        _set_implementation(original, copied, styles)
-    return found
-
-
-def _set_implementation(original: Any, copied: Any, styles: dict[int, MaskStyle]) -> None:
-    """Set our name on the copy and on its sub-configurations. One without sites of its own may still build masks
-    for those of others (wrapper models do): it takes the strictest style."""
-    if not has_own_attention(modeling_file_of(type(original))):
-        copied._attn_implementation_internal = NAMES[styles.get(id(original), styles[0])]
-    for key in getattr(original, "sub_configs", {}):
-        sub = getattr(original, key, None)
-        if sub is not None:
-            _set_implementation(sub, getattr(copied, key), styles)
 
 
 def _tag(

@@ -145,9 +145,7 @@ class Rule:
         for name in ("layers", "steps"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Span):
-                raise TypeError(
-                    f"{name} must be a Span, such as Span.parse({value!r}); got {type(value).__name__}"
-                )
+                raise TypeError(f"{name} must be a Span, such as Span.parse({value!r}); got {type(value).__name__}")
 
     def covers(self, site: AttentionSite) -> bool:
         """Does the rule apply to the site at some step?"""
@@ -222,9 +220,7 @@ class Plan:
     policy: Policy
     sites: tuple[AttentionSite, ...]
     has_steps: bool = False
-    matches: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict, hash=False, repr=False
-    )  # site -> rules
+    matches: Mapping[str, tuple[int, ...]] = field(default_factory=dict, hash=False, repr=False)  # site -> rules
 
     def choice(self, site_name: str, step: int | None = None, num_steps: int | None = None) -> Choice:
         """The choice at a site at a step (from 0) of `num_steps`; rules with steps need a step to match.
@@ -265,9 +261,7 @@ class Plan:
         rows: list[dict[str, object]] = []
         for site in self.sites:
             base = self.choice(site.name)
-            stepped = [
-                r for r in (self.policy.rules[i] for i in self.matches[site.name]) if r.steps and r.recipe
-            ]
+            stepped = [r for r in (self.policy.rules[i] for i in self.matches[site.name]) if r.steps and r.recipe]
             rows.append(
                 {
                     "name": site.name,
@@ -366,9 +360,7 @@ def _parse_mapping(value: Mapping[object, object]) -> Span:
         whole = _is_int(size) and size >= 1  # type: ignore[operator]
         part = isinstance(size, float) and 0 < size < 1
         if not (whole or part):
-            raise ValueError(
-                f"{kind} must be a count from 1 or a fraction between 0 and 1; got {_show(size)}"
-            )
+            raise ValueError(f"{kind} must be a count from 1 or a fraction between 0 and 1; got {_show(size)}")
         return Span(kind, (size,))  # type: ignore[arg-type]
     if keys and keys <= {"from", "to"}:
         first, last = value.get("from", 0), value.get("to", -1)

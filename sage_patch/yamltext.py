@@ -105,9 +105,7 @@ def read_scalar(text: str) -> Any:
 
 def write_yaml(value: Any) -> str:
     """YAML text that `read_yaml` reads back to the same value; the innermost collections on one line."""
-    return yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True
-    )
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
 
 
 def _walk(node: yaml.Node, path: Path, document: Document, above: tuple[yaml.Node, ...] = ()) -> None:

@@ -2,8 +2,8 @@
 
     python scripts/family_matrix.py [--out docs/results/family_matrix.json] [--only llama,t5] [--limit-seconds 30]
 
-For each family, in float32 on the CPU: eager outputs; the exact policy's outputs without and with padding, compared with
-eager; the default recipe (lengths and float32 allowed); revert; and for families with attention code of their own, that
+For each family, in float32 on the CPU: eager outputs; the exact policy's outputs without and with padding, compared
+with eager; the default recipe (lengths and float32 allowed); revert; and for families with attention code of their own, that
 apply() refuses. Differences are the largest absolute difference over the largest absolute output of eager. The file is
 rewritten after each family, so a crash loses only the family that caused it.
 """
@@ -28,9 +28,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-import families as zoo  # noqa: E402
 import transformers  # noqa: E402
 
+import families as zoo  # noqa: E402
 import sage_patch  # noqa: E402
 from sage_patch.integrations.transformers import OwnAttentionError  # noqa: E402
 from sage_patch.patch import PatchError  # noqa: E402
@@ -137,7 +137,9 @@ def counts(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
             if n not in all_quantized
         },
         "calls": sum(c["calls"] for r in routed.values() for c in r["default_calls"]),
-        "calls_quantized": sum(c["calls"] for r in routed.values() for c in r["default_calls"] if c["recipe"] != "exact"),
+        "calls_quantized": sum(
+            c["calls"] for r in routed.values() for c in r["default_calls"] if c["recipe"] != "exact"
+        ),
         "no_call": [n for n, r in routed.items() if not r["default_calls"]],
         "reverted_exactly": sum(r.get("revert_difference") == 0 for r in records.values()),
         "errors": [n for n, r in records.items() if r["outcome"] == "error"],
@@ -145,7 +147,11 @@ def counts(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(path: Path, records: dict[str, dict[str, Any]]) -> None:
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "sage_patch": sage_patch.__version__}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "sage_patch": sage_patch.__version__,
+    }
     document = {
         "command": "python scripts/family_matrix.py",
         "versions": versions,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import T8F8, assert_attention_close, attention, measure, qkv
 
+from oracle import T8F8, assert_attention_close, attention, measure, qkv
 from sage_patch.recipes import parse_recipe
 from sage_patch.reference.attention import FP8_ACCUMULATOR_BITS, fp8_accumulate, quantized_attention
 from sage_patch.reference.visibility import Visibility

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from oracle import HALF, QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, qkv, visible
 from torch import Tensor
 
+from oracle import HALF, QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, qkv, visible
 from sage_patch.attention import sage_attention
 from sage_patch.kernels import ops
 

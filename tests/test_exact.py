@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import HALF, SINGLE, assert_attention_close, attention, normal, packed_attention, qkv
 
+from oracle import HALF, SINGLE, assert_attention_close, attention, normal, packed_attention, qkv
 from sage_patch.attention import sage_attention
 from sage_patch.dispatch import Options, attend_with_weights
 from sage_patch.kernels import ops

@@ -6,10 +6,10 @@ The families are tiny random models (tests/families). The representative ones ru
 
 from __future__ import annotations
 
-import families as zoo
 import pytest
 import torch
 
+import families as zoo
 import sage_patch
 from sage_patch.integrations.transformers import OwnAttentionError
 from sage_patch.policy import Policy

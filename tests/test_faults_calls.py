@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+
 from oracle import (
     HALF,
     QUANTIZED,
@@ -31,7 +32,6 @@ from oracle import (
     qkv,
     visible,
 )  # fmt: skip
-
 from sage_patch.attention import sage_attention
 from sage_patch.kernels import ops
 from sage_patch.recipes import NO_LIMITS, Call, parse_recipe, why_not

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+
 from oracle import (
     HALF,
     QUANTIZED,
@@ -22,7 +23,6 @@ from oracle import (
     qkv,
     visible,
 )  # fmt: skip
-
 from sage_patch.attention import sage_attention
 from sage_patch.kernels import ops
 

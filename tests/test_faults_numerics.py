@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+
 from oracle import (
     HALF,
     QUANTIZED,
@@ -24,7 +25,6 @@ from oracle import (
     packed_attention,
     qkv,
 )  # fmt: skip
-
 from sage_patch.attention import sage_attention
 from sage_patch.kernels import ops
 

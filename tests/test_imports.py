@@ -21,14 +21,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"policy", "recipes", "yamltext"},
     "reference": {"recipes"},
     "kernels": {"recipes", "reference"},  # only ops.py: see below
-    "attention": {"recipes", "reference", "kernels"},
-    "integrations": {"attention", "policy", "recipes"},
-    "patch": {"integrations", "attention", "kernels", "policy", "recipes"},
-    "evaluation": {"patch", "attention", "kernels", "reference", "config", "policy", "recipes"},
+    "dispatch": {"recipes", "reference", "kernels"},
+    "attention": {"dispatch", "recipes", "reference", "kernels"},
+    "integrations": {"dispatch", "attention", "policy", "recipes"},
+    "patch": {"integrations", "dispatch", "attention", "kernels", "policy", "recipes"},
+    "evaluation": {"patch", "dispatch", "attention", "kernels", "reference", "config", "policy", "recipes"},
     "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
     "__main__": {"cli"},
     "_hook": {"integrations"},
-    "": {"_hook", "attention", "config", "patch", "policy", "recipes"},  # __init__: lazily
+    "": {"_hook", "attention", "dispatch", "config", "patch", "policy", "recipes"},  # __init__: lazily
 }
 STANDARD_LIBRARY_ONLY = {"policy", "recipes"}
 MAY_IMPORT_HUGGING_FACE = {"integrations/transformers", "integrations/diffusers", "evaluation/models"}

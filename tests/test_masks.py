@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import text_config
 
 from sage_patch.integrations.masks import pattern_of
 from sage_patch.integrations.transformers import register
 from sage_patch.kernels.ops import visibility_of
+from tiny import text_config
 
 
 def build(kind: str, batch: int, q_len: int, past: int, padding: torch.Tensor | None, window: int = 5):

@@ -7,12 +7,12 @@ import pickle
 
 import pytest
 import torch
-from tiny import EVERYTHING, EXACT, logits, text_model, tokens
 from torch import nn
 
 import sage_patch
 from sage_patch.patch import PatchError
 from sage_patch.policy import Policy, PolicyError, Rule, Span
+from tiny import EVERYTHING, EXACT, logits, text_model, tokens
 
 IDS = tokens(2, 40)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from oracle import QUANTIZED, RECIPE_TOLERANCE, SINGLE, Tolerance, assert_attention_close, attention, measure
 
+from oracle import QUANTIZED, RECIPE_TOLERANCE, SINGLE, Tolerance, assert_attention_close, attention, measure
 from sage_patch.attention import sage_attention
 
 # A fixed set of examples: a failure here is a failure for everyone, and the run takes the same time every time.

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from oracle import normal
 
+from oracle import normal
 from sage_patch.reference.quantize import (
     E4M3_MAX,
     key_groups,

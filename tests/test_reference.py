@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from oracle import QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, measure, normal, qkv, visible
 
+from oracle import QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, measure, normal, qkv, visible
 from sage_patch.attention import sage_attention
 from sage_patch.recipes import parse_recipe
 from sage_patch.reference.quantize import key_groups, quantize_int, query_groups, subtract_block_mean, subtract_mean

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from oracle import (
     HALF,
     QUANTIZED,
@@ -19,7 +20,6 @@ from oracle import (
     packed_attention,
     qkv,
 )
-
 from sage_patch.attention import UnsupportedCall, sage_attention
 from sage_patch.kernels import ops
 from sage_patch.recipes import recipe_names

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import EVERYTHING, EXACT, logits, relative_l1, scaled_difference, text_config, text_model, tokens
 from torch import nn
 
 import sage_patch
@@ -21,6 +20,7 @@ from sage_patch.integrations.transformers import (
     unregister,
 )
 from sage_patch.policy import Policy
+from tiny import EVERYTHING, EXACT, logits, relative_l1, scaled_difference, text_config, text_model, tokens
 
 IDS = tokens(3, 48)
 LEFT_PADDING = torch.ones_like(IDS)

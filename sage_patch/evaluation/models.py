@@ -164,7 +164,13 @@ def _convert(gguf: Path, folder: Path) -> None:
     # The weights are plain floats now, but transformers still marks the model as quantized and would not save it.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
+    vars(model).update(hf_quantizer=None, is_quantized=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def quiet_loading() -> None:
+    """Silence transformers' own progress bars in this process: they would draw over ours, or fill a log file."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

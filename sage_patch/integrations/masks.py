@@ -61,8 +61,8 @@ def classify(
 ) -> Tensor:
     """Note the pattern on the mask tensor where it is recognised; the mask itself is returned unchanged.
 
-    mask: bool or additive [B, 1, q_len, kv_len]; padding: bool [B, seen tokens] or None; offsets: absolute position of the
-    first query and the first key.
+    mask: bool or additive [B, 1, q_len, kv_len]; padding: bool [B, seen tokens] or None; offsets: absolute position
+    of the first query and the first key.
     """
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return mask  # no place for a note: attributes and version counters do not survive there
@@ -101,20 +101,23 @@ def _band_of(mask_function: Callable) -> tuple[int, int] | None:
 
     The window functions are closures; their window is read from them and anything else is left alone.
     """
-    from transformers import masking_utils
-
-    if mask_function is masking_utils.causal_mask_function:
+    if _is(mask_function, "causal_mask_function"):
         return -1, 0
-    if mask_function is masking_utils.bidirectional_mask_function:
+    if _is(mask_function, "bidirectional_mask_function"):
         return -1, -1
     parts = _closure(mask_function).get("mask_functions")
-    if not isinstance(parts, tuple) or len(parts) != 2 or parts[1] is not masking_utils.causal_mask_function:
+    if not isinstance(parts, tuple) or len(parts) != 2 or not _is(parts[1], "causal_mask_function"):
         return None
     window = _closure(parts[0]).get("sliding_window")
     overlay = getattr(parts[0], "__qualname__", "")
     if isinstance(window, int) and overlay.startswith("sliding_window_overlay"):
         return window - 1, 0
     return None
+
+
+def _is(function: Callable, name: str) -> bool:
+    """Whether this is transformers' own mask function of that name."""
+    return getattr(function, "__module__", "") == "transformers.masking_utils" and function.__name__ == name
 
 
 def _lengths(key_mask: Tensor) -> Tensor | None:

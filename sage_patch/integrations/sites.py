@@ -48,7 +48,7 @@ class SiteTag:
 def find_sites(model: nn.Module) -> list[tuple[AttentionSite, nn.Module]]:
     """Every module of `model` that asks transformers' registry for its attention function, in module order."""
     modules = dict(model.named_modules())
-    return [(_describe(name, module, modules), module) for name, module in modules.items() if is_routed(type(module))]
+    return [(_describe(name, module, modules), module) for name, module in modules.items() if is_routed(type(module))]  # type: ignore[arg-type]
 
 
 def own_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -57,7 +57,7 @@ def own_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if not re.search(r"Attention", type(module).__name__) or not any(True for _ in module.parameters()):
             continue
-        if not any(is_routed(type(m)) for m in module.modules()):
+        if not any(is_routed(type(m)) for m in module.modules()):  # type: ignore[arg-type]
             found.append((name, module))
     return found
 

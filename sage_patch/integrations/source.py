@@ -10,7 +10,6 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Hashable
 from typing import Literal
 
 from torch import nn
@@ -24,9 +23,8 @@ STRICTEST_LAST: tuple[MaskStyle, ...] = ("implicit", "bool", "float")
 
 
 @functools.cache
-def is_routed(cls: Hashable) -> bool:
+def is_routed(cls: type) -> bool:
     """Whether the code of a module class takes a function from transformers' attention registry."""
-    assert isinstance(cls, type)
     for base in cls.__mro__:
         if base is nn.Module:
             break

@@ -1,4 +1,5 @@
-"""The functions registered with transformers under "sage2": one for attention, one for masks.
+"""The functions registered with transformers under "sage2", one for attention and one for masks, and the names
+that a patched model's configurations get.
 
 Both registrations are needed: an attention name that the mask registry does not know gets no mask at all, which
 drops padding and windows without a word. Each call is run quantized, or exact with a counted reason, or refused.
@@ -6,6 +7,7 @@ drops padding and windows without a word. Each call is run quantized, or exact w
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -17,7 +19,15 @@ from torch import Tensor, nn
 from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
 from sage_patch.integrations.masks import classify, pattern_of
 from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
-from sage_patch.integrations.source import MaskStyle, has_own_attention, mask_style, modeling_file_of
+from sage_patch.integrations.source import (
+    STRICTEST_LAST,
+    MaskStyle,
+    has_own_attention,
+    mask_style,
+    modeling_file_of,
+    style_for,
+)
+from sage_patch.policy import AttentionSite
 from sage_patch.recipes import AUTO, Limits, parse_recipe
 
 NAME = "sage2"
@@ -200,6 +210,48 @@ def unregister() -> None:
     for name in NAMES.values():
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def mask_styles(found: list[tuple[AttentionSite, nn.Module]]) -> dict[int, MaskStyle]:
+    """The mask style of every configuration object that sites hold, by id; under 0, the strictest of them all."""
+    causal: dict[int, bool] = {}
+    files: dict[int, str] = {}
+    for _, module in found:
+        key = id(getattr(module, "config", None))
+        causal[key] = causal.get(key, True) and getattr(module, "is_causal", False) is True
+        files[key] = type(module).__module__
+    styles = {key: style_for(files[key], causal[key]) for key in causal}
+    strictest = max(styles.values(), key=STRICTEST_LAST.index)
+    return {**styles, 0: strictest}
+
+
+def config_copies(model: nn.Module, styles: dict[int, MaskStyle]) -> list[tuple[nn.Module, str, Any, Any]]:
+    """(module, attribute, original config, patched copy) for every configuration object the modules hold.
+
+    A submodel that attends in its own code keeps its implementation: its masks must not change type.
+    """
+    from transformers import PretrainedConfig
+
+    memo: dict[int, Any] = {}
+    found = []
+    for module in model.modules():
+        for attribute, value in list(module.__dict__.items()):
+            if isinstance(value, PretrainedConfig):
+                found.append((module, attribute, value, copy.deepcopy(value, memo)))
+    for _, _, original, copied in found:
+        _set_implementation(original, copied, styles)
+    return found
+
+
+def _set_implementation(original: Any, copied: Any, styles: dict[int, MaskStyle]) -> None:
+    """Set our name on the copy and on its sub-configurations. One without sites of its own may still build masks
+    for those of others (wrapper models do): it takes the strictest style."""
+    if not has_own_attention(modeling_file_of(type(original))):
+        copied._attn_implementation_internal = NAMES[styles.get(id(original), styles[0])]
+    for key in getattr(original, "sub_configs", {}):
+        sub = getattr(original, key, None)
+        if sub is not None:
+            _set_implementation(sub, getattr(copied, key), styles)
 
 
 @torch.compiler.assume_constant_result

@@ -91,8 +91,8 @@ def prepare(device: torch.device) -> None:
 _LIBRARY = torch.library.Library("sage_patch", "DEF")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_lens, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, float softcap, bool return_lse, "
-    "str out_layout, str recipe, str reason, str site) -> (Tensor, Tensor)"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, float softcap, "
+    "bool return_lse, str out_layout, str recipe, str reason, str site) -> (Tensor, Tensor)"
 )
 # `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.
 _LIBRARY.define("count(Tensor(a!) ticket, str recipe, str reason, str site) -> ()")
@@ -138,9 +138,10 @@ def _attention(
         observer(ObservedCall(site, query, key, value, attn_mask, scale, left, right, top_left))
     if backend == "sm90":  # the envelope has let nothing else through than what the kernel takes
         out, lse = library.forward(
-            query, key, value, out_layout=out_layout, scale=scale, is_causal=right == 0, causal_top_left=top_left,
-            kv_lens=kv_lens, recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse,
-        )  # type: ignore[arg-type]  # fmt: skip
+            query, key, value, out_layout=out_layout,  # type: ignore[arg-type]
+            scale=scale, is_causal=right == 0, causal_top_left=top_left, kv_lens=kv_lens,
+            recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse,
+        )  # fmt: skip
         return out.transpose(1, 2) if out_layout == "NHD" else out, lse if lse is not None else _no_lse(query)
     if kv_lens is not None:
         lengths = (torch.arange(key.shape[2], device=key.device) < kv_lens[:, None])[:, None, None, :]

@@ -235,7 +235,9 @@ def _tile_scores(
     mask = visibility.mask_tile(rows.first, rows.last, col0, col1)
     if mask is not None:
         shape = mask.shape
-        mask = mask.reshape(shape[0], kv_heads, group, *shape[2:]) if shape[1] == heads and heads > 1 else mask[:, :, None]
+        mask = (
+            mask.reshape(shape[0], kv_heads, group, *shape[2:]) if shape[1] == heads and heads > 1 else mask[:, :, None]
+        )
         if mask.dtype == torch.bool:
             scores = scores.masked_fill_(~mask, -math.inf)
         else:

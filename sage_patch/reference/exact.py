@@ -1,7 +1,8 @@
 """The exact path: attention without quantization, with the full argument set.
 
 Wherever torch's scaled_dot_product_attention computes the same thing it is used, in the form that leaves the
-caller's result bit-equal to an unpatched call. What it cannot express (softcap, sinks, LSE) is computed here in float32, in blocks of query rows so that memory stays bounded.
+caller's result bit-equal to an unpatched call. What it cannot express (softcap, sinks, LSE) is computed here in
+float32, in blocks of query rows so that memory stays bounded.
 
 It is not transformers' own "sdpa" function, which drops softcap and sinks.
 """
@@ -54,7 +55,13 @@ def exact_attention(
 
 
 def exact_weights(
-    query: Tensor, key: Tensor, visibility: Visibility, *, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The attention weights themselves, float32 [B, Hq, q_len, kv_len]; sinks take their share and are dropped.
     A row that sees no key has weights of zero."""
@@ -177,8 +184,12 @@ def _blocked(
         if return_lse:
             # safe, not total: the logarithm of zero would turn a dead row's gradient into NaN
             lses.append(torch.where(dead, -math.inf, torch.log(safe) + top)[..., 0].float())
-    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-2) if outs else value.new_zeros(
-        batch, heads, 0, value.shape[-1], dtype=out_dtype
+    out = (
+        outs[0]
+        if len(outs) == 1
+        else torch.cat(outs, dim=-2)
+        if outs
+        else value.new_zeros(batch, heads, 0, value.shape[-1], dtype=out_dtype)
     )
     if not return_lse:
         return out, None

@@ -122,7 +122,11 @@ def quantize_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     finite = torch.isfinite(x)
-    amax = torch.where(finite, x.abs(), 0.0).amax(dim=-2, keepdim=True) if x.shape[-2] else x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
+    amax = (
+        torch.where(finite, x.abs(), 0.0).amax(dim=-2, keepdim=True)
+        if x.shape[-2]
+        else x.new_zeros(*x.shape[:-2], 1, x.shape[-1])
+    )
     zero = amax < _TINY
     scale = torch.where(zero, 1.0, amax / E4M3_MAX)
     inverse = torch.where(zero, 0.0, E4M3_MAX / amax.clamp_min(_TINY))

@@ -1,0 +1,200 @@
+"""The command line: run | plan | env. Heavy imports happen inside the commands, so that --help is fast.
+
+Exit codes: 0 done, 1 a target was missed or the self-test failed, 2 an error in what was asked for, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sage_patch.evaluation.text import Progress
+
+app = typer.Typer(
+    name="sage-patch",
+    help="Quantized attention for Hugging Face models: run it, plan it, see what ran where.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 a target was missed or the self-test failed, 2 an error in what was asked for, "
+    "130 interrupted.",
+)
+
+Config = Annotated[Path, typer.Argument(help="A run configuration (YAML), such as configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one value; may be given several times.")
+]
+
+
+@app.command()
+def run(
+    config: Config,
+    set_: Overrides = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for results.json and results.md.")] = None,
+) -> None:
+    """Generate and measure with the policy, beside the unpatched model."""
+    with _clean_errors():
+        from sage_patch.config import load_run_config
+
+        loaded = load_run_config(config, set_ or [])
+        folder = Path(output) if output is not None else Path(loaded.output)
+        folder.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+
+        from sage_patch.evaluation.tables import run_tables, show, write_results
+        from sage_patch.evaluation.text import run_text
+
+        console = _console()
+        with _progress(console) as progress:
+            results = run_text(loaded, shlex.join(["sage-patch", *sys.argv[1:]]), progress)
+        files = write_results(folder, results)
+        show(run_tables(results), console)
+        _say(f"{results['seconds']:.0f} s; wrote {', '.join(map(str, files))}")
+        missed = [t for t in results["targets"] if not t["met"]]
+        if missed:
+            _say(f"{len(missed)} of {len(results['targets'])} targets missed")
+            raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: Config,
+    set_: Overrides = None,
+    meta: Annotated[
+        bool, typer.Option("--meta", help="Build the model without weights, from its config alone.")
+    ] = False,
+) -> None:
+    """Show which recipe every attention site would get, without running the model."""
+    with _clean_errors():
+        from sage_patch.config import load_run_config
+
+        loaded = load_run_config(config, [*(set_ or []), *(["model.meta=true"] if meta else [])])
+
+        from sage_patch.evaluation.models import load_text_model
+        from sage_patch.evaluation.tables import plan_table, show
+        from sage_patch.patch import plan as resolve_plan
+
+        console = _console()
+        with _progress(console) as progress:
+            progress("loading the model", 0, 1)
+            model, _ = load_text_model(loaded.model)
+        show([plan_table(resolve_plan(model, loaded.policy.build()).rows())], console)
+
+
+@app.command()
+def env(
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print versions and devices, and test the numerics of every recipe on every device."""
+    with _clean_errors():
+        from sage_patch.evaluation.environment import environment, self_test
+
+        facts: dict[str, Any] = environment() | {"self_test": self_test()}
+        if json_:
+            typer.echo(json.dumps(facts, indent=1))
+        else:
+            _print_environment(facts)
+        if any(t["result"] == "wrong" for t in facts["self_test"]):
+            raise typer.Exit(1)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _print_environment(facts: dict[str, Any]) -> None:
+    from sage_patch.evaluation.tables import Table, show
+
+    cpu, cuda = facts["cpu"], facts["cuda"]
+    rows = [(name, version or "not installed") for name, version in facts["packages"].items()]
+    rows += [("python", facts["python"]), ("system", facts["system"])]
+    rows += [("cpu", f"{cpu['name']}, {cpu['cores']} cores, torch uses {cpu['threads']}")]
+    rows += [("cuda", cuda["version"] or "this torch is built without it")]
+    rows += [
+        (f"cuda:{i}", f"{d['name']}, sm_{d['capability'].replace('.', '')}, {d['memory_gib']} GiB")
+        for i, d in enumerate(cuda["devices"])
+    ]
+    rows += list(facts["variables"].items())
+    tests = [
+        (t["device"], t["recipe"], "" if t["error"] is None else f"{t['error']:.5f}", f"{t['bound']:g}", t["result"])
+        for t in facts["self_test"]
+    ]
+    show(
+        [
+            Table("Environment", ("<what", "<value"), tuple(rows)),
+            Table(
+                "Self-test: relative L1 error against float64",
+                ("<device", "<recipe", "error", "bound", "<result"),
+                tuple(tests),
+            ),
+        ],
+        _console(),
+    )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    """A progress bar on a terminal; elsewhere one line whenever another kind of work begins."""
+    from sage_patch.evaluation.models import quiet_loading
+
+    quiet_loading()
+    if not console.is_terminal:
+        seen = set()
+
+        def line(label: str, done: int, total: int) -> None:
+            kind = label.partition(",")[0]
+            if kind not in seen and done < total:
+                seen.add(kind)
+                _say(f"{label} ..." if kind.startswith("loading") else f"{kind} ...")
+
+        yield line
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("starting", total=1)
+        yield lambda label, done, total: bars.update(bar, description=label, completed=done, total=total)
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    """Errors that a person can act on become one message and exit code 2; Ctrl-C becomes 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted; nothing was written")
+        raise typer.Exit(130) from None
+    except ValueError as error:
+        # Every error class of this package tells what was asked, what was found and what to do.
+        if not type(error).__module__.startswith("sage_patch."):
+            raise
+        _say(f"error: {error}")
+        raise typer.Exit(2) from None
+    except OSError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(2) from None

@@ -1,0 +1,114 @@
+"""What a bug report and a results file need: versions, devices, and a self-test of the numerics."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sage_patch.attention import UnsupportedCall, sage_attention
+from sage_patch.evaluation.metrics import relative_l1
+
+PACKAGES = ("sage-patch", "torch", "transformers", "diffusers", "accelerate", "safetensors", "numpy")
+
+# Relative L1 error of attention on the self-test's input, against float64: measured on the reference backend, plus
+# half. A wrong scale, mask or layout misses them by an order of magnitude.
+SELF_TEST_BOUNDS = {
+    "exact": 5e-4,
+    "qk_int8_pv_fp16": 0.02,
+    "qk_int8_pv_fp8": 0.06,
+    "qk_int4_pv_fp16": 0.3,
+    "qk_int4_pv_fp8": 0.3,
+}
+
+
+def environment() -> dict[str, Any]:
+    """Versions of everything that takes part, the processor, and the CUDA devices with their capability."""
+    return {
+        "packages": {name: _version(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "cuda": {"version": torch.version.cuda, "devices": [_cuda_device(i) for i in range(torch.cuda.device_count())]},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("SAGE_PATCH_")},
+    }
+
+
+def self_test() -> list[dict[str, Any]]:
+    """Every recipe on every device against float64: device, recipe, error (relative L1), bound and result.
+
+    result: "ok", "wrong", or "unavailable: reason" where a recipe cannot run on the device. Takes seconds.
+    """
+    return [_test(device, recipe) for device in _devices() for recipe in SELF_TEST_BOUNDS]
+
+
+def _devices() -> list[str]:
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+
+def _test(device: str, recipe: str) -> dict[str, Any]:
+    """A causal call with grouped heads, a KV cache longer than the query, odd lengths and an outlier channel."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 210, 128, generator=generator)
+    key, value = (torch.randn(1, 2, 333, 128, generator=generator) for _ in range(2))
+    key[..., 5] += 20
+    query, key, value = query.half(), key.half(), value.half()
+    row: dict[str, Any] = {"device": device, "recipe": recipe, "error": None, "bound": SELF_TEST_BOUNDS[recipe]}
+    try:
+        out = sage_attention(
+            query.to(device),
+            key.to(device),
+            value.to(device),
+            is_causal=True,
+            enable_gqa=True,
+            recipe=recipe,
+            on_unsupported="error",
+        )
+    except UnsupportedCall as error:
+        return row | {"result": f"unavailable: {str(error).partition(';')[0]}"}
+    assert isinstance(out, torch.Tensor)
+    row["error"] = relative_l1(out.cpu(), _attention_in_float64(query, key, value))
+    return row | {"result": "ok" if row["error"] <= row["bound"] else "wrong"}
+
+
+def _attention_in_float64(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention written out, aligned bottom-right. [B, Hq, q_len, D]"""
+    groups = query.shape[1] // key.shape[1]
+    q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        if package == "sage-patch":
+            from sage_patch import __version__
+
+            return f"{__version__} (not installed)"
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), platform.machine())
+
+
+def _cuda_device(index: int) -> dict[str, Any]:
+    facts = torch.cuda.get_device_properties(index)
+    return {
+        "name": facts.name,
+        "capability": f"{facts.major}.{facts.minor}",
+        "memory_gib": round(facts.total_memory / 2**30, 1),
+        "processors": facts.multi_processor_count,
+    }

@@ -1,0 +1,277 @@
+"""Results -> tables for people: in the terminal with colours, as Markdown everywhere else. From the same rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, one heading a column ("<" in front of those that hold text), the rows, and a note below.
+
+    Columns that are empty in every row are left out.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        kept = [i for i in range(len(self.columns)) if not self.rows or any(row[i] for row in self.rows)]
+        object.__setattr__(self, "columns", tuple(self.columns[i] for i in kept))
+        object.__setattr__(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
+
+    def markdown(self) -> str:
+        heads = [c.removeprefix("<") for c in self.columns]
+        rules = ["---" if c.startswith("<") else "---:" for c in self.columns]
+        cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in self.rows]
+        lines = [f"| {' | '.join(line)} |" for line in (heads, rules, *cells)]
+        return "\n".join([f"## {self.title}", "", *lines, *(["", self.note] if self.note else []), ""])
+
+    def rich(self, width: int) -> RichTable:
+        """Drawn with few lines, for a terminal of `width` columns; words are broken only where they must be."""
+        table = RichTable(
+            title=self.title, caption=self.note or None, title_justify="left", caption_justify="left",
+            title_style="bold", caption_style="dim", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
+        )  # fmt: skip
+        heads = [c.removeprefix("<") for c in self.columns]
+        cells = [[heads[i], *(row[i] for row in self.rows)] for i in range(len(heads))]
+        widths = _fit(cells, width - 2 * len(heads))
+        for column, head, n in zip(self.columns, heads, widths, strict=True):
+            table.add_column(head, justify="left" if column.startswith("<") else "right", width=n, overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def _fit(columns: list[list[str]], width: int) -> list[int]:
+    """A width for each column, `width` in all: the widest gives way first, and words are broken last."""
+    wanted = [max(len(line) for cell in cells for line in cell.split("\n")) for cells in columns]
+    words = [max((len(word) for cell in cells for word in cell.split()), default=1) for cells in columns]
+    while sum(wanted) > width:
+        loose = [i for i in range(len(wanted)) if wanted[i] > words[i]] or range(len(wanted))
+        i = max(loose, key=lambda i: wanted[i])
+        if wanted[i] <= 4:
+            break  # no terminal is that narrow
+        wanted[i] -= 1
+    return wanted
+
+
+def show(tables: Iterable[Table], console: Console) -> None:
+    """Print tables: drawn on a terminal, as Markdown into a file or a pipe."""
+    for table in tables:
+        if console.is_terminal:
+            console.print(table.rich(console.width))
+            console.print()
+        else:
+            console.file.write(table.markdown() + "\n")
+    console.file.flush()
+
+
+def plan_table(rows: list[dict[str, Any]]) -> Table:
+    """The plan, with sites that differ only in their number on one line."""
+    columns = ("<sites", "count", "<role", "<heads", "<recipe", "<at steps", "<reason")
+    lines = [
+        (names, str(count), row["role"], _heads(row), row["recipe"], row["steps"], row["reason"])
+        for names, count, row in _grouped(rows, lambda r: tuple(v for k, v in r.items() if k not in ("name", "index")))
+    ]
+    return Table(f"Plan: {len(rows)} attention sites", columns, tuple(lines))
+
+
+def run_tables(results: dict[str, Any]) -> list[Table]:
+    """The tables of a text run: what ran where, the quality, the targets, the two texts."""
+    return [_ran(results), _quality(results), *_targets(results), _texts(results)]
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
+    """results.json and results.md in the folder; each appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = results["environment"]["packages"]
+    head = (
+        f"# {results['model']['class']}, {results['model']['parameters'] / 1e6:.1f} M parameters, "
+        f"{results['model']['dtype']} on {results['model']['device']}\n\n"
+        f"{results['date']}, {results['seconds']:.0f} s, `{results['command']}`, "
+        f"{results['environment']['cpu']['name']}, torch {facts['torch']}, transformers {facts['transformers']}\n\n"
+    )
+    files = [folder / "results.json", folder / "results.md"]
+    _write_whole(files[0], json.dumps(_plain(results), indent=1, allow_nan=False) + "\n")
+    _write_whole(files[1], head + "\n".join(t.markdown() for t in run_tables(results)))
+    return files
+
+
+def _ran(results: dict[str, Any]) -> Table:
+    """What the policy did in both parts of the run: the windows and the generation."""
+    windows = next(q for q in results["quality"] if q["name"] == "policy")
+    errors = {s["name"]: s for s in windows["sites"]}
+    parts = {"windows": _by_site(windows["calls"]), "prompts": _by_site(results["generation"]["calls"])}
+    rows = []
+    for row in results["plan"]:
+        ran = {part: _calls(sites.get(row["name"], [])) for part, sites in parts.items()}
+        rows.append(row | ran | {"rel_l1": errors.get(row["name"], {}).get("rel_l1")})
+    shown = ("role", "heads", "kv_heads", "head_dim", "recipe", "reason", *parts)
+    lines = []
+    for names, count, row in _grouped(rows, lambda r: tuple(r[k] for k in shown)):
+        worst = max(
+            (r["rel_l1"] for r in rows if r["rel_l1"] is not None and all(r[k] == row[k] for k in shown)), default=None
+        )
+        lines.append(
+            (names, str(count), row["role"], _heads(row), row["recipe"], row["reason"], row["windows"],
+             row["prompts"], "" if worst is None else f"{worst:.4f}")
+        )  # fmt: skip
+    columns = (
+        "<sites", "count", "<role", "<heads", "<policy", "<reason", "<ran on windows", "<ran on prompts", "rel L1"
+    )  # fmt: skip
+    note = (
+        "Calls are for each site. Exact calls carry their reason: decode is one new token against the cache, short_q "
+        "and short_kv are calls too short to gain. rel L1 is the largest error of these sites' outputs on the first "
+        "window, with what they inherit from the layers before them."
+    )
+    if any(c["backend"] == "reference" for c in windows["calls"]):
+        note += (
+            " The reference backend (plain PyTorch) computed the quantized calls: the same numerics as the kernels, "
+            "slower than the unpatched model. Speed needs a GPU."
+        )
+    return Table("What ran where, under the policy", columns, tuple(lines), note)
+
+
+def _quality(results: dict[str, Any]) -> Table:
+    text = results["text"]
+    columns = (
+        "<measured", "mean KL", "top-1", "ppl", "change", "ΔNLL ±2 s.e.", "logit L1", "site L1", "seconds"
+    )  # fmt: skip
+    base = results["quality"][0]["ppl_exact"]
+    unpatched = ("unpatched", "0", "1", f"{base:.3f}", "", "", "", "", f"{results['exact_seconds_per_window']:.2f}")
+    lines = [unpatched]
+    for q in results["quality"]:
+        name = q["recipe"] if q["name"] != "policy" else f"policy ({q['recipe']})"
+        worst = max((s["rel_l1"] for s in q["sites"]), default=float("nan"))
+        lines.append(
+            (name, f"{q['kl']:.5f}", f"{q['top1']:.4f}", f"{q['ppl']:.3f}", f"{100 * q['ppl_change']:+.2f}%",
+             f"{q['delta_nll']:+.4f} ±{q['delta_nll_2se']:.4f}", f"{q['logit_rel_l1']:.4f}", f"{worst:.4f}",
+             f"{q['seconds_per_window']:.2f}")
+        )  # fmt: skip
+    note = (
+        f"Over {text['windows']} paired windows of {text['window_tokens']} tokens. KL is KL(unpatched || patched) in "
+        "nats a token, top-1 the share of tokens whose likeliest successor is the same. Perplexity (ppl) alone is "
+        "blind: errors cancel in it, and a ΔNLL within its 2 s.e. is not told from zero. logit L1 and site L1 are "
+        "relative L1 errors, of the logits and of the worst site on the first window; seconds are for one window."
+    )
+    return Table("Quality against the unpatched model", columns, tuple(lines), note)
+
+
+def _targets(results: dict[str, Any]) -> list[Table]:
+    if not results["targets"]:
+        return []
+    lines = [
+        (t["name"], t["what"], f"{t['bound']:g}", f"{t['value']:.5f}", "met" if t["met"] else "MISSED")
+        for t in results["targets"]
+    ]
+    return [Table("Targets", ("<measured", "<what", "bound", "value", "<result"), tuple(lines))]
+
+
+def _texts(results: dict[str, Any]) -> Table:
+    lines = []
+    for row in results["generation"]["prompts"]:
+        exact, policy = row["exact"], row["policy"]
+        prompt = row["prompt"].strip()
+        lines.append(
+            (prompt if len(prompt) <= 100 else f"{prompt[:80].rstrip()} ... ({row['prompt_tokens']} tokens)",
+             exact["text"].strip(), policy["text"].strip(), f"{row['agreement']:.2f}",
+             f"{exact['tokens_per_second']:.1f} / {policy['tokens_per_second']:.1f}")
+        )  # fmt: skip
+    columns = ("<prompt", "<unpatched", "<policy", "agreement", "tokens/s")
+    note = "Greedy. Agreement is the share of tokens before the first difference."
+    return Table("Generated text, side by side", columns, tuple(lines), note)
+
+
+def _grouped(rows: list[dict[str, Any]], key: Any) -> list[tuple[str, int, dict[str, Any]]]:
+    """(names, count, first row) of the rows that share a key and a name up to its numbers, in first-seen order."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((re.sub(r"\d+", "#", row["name"]), key(row)), []).append(row)
+    return [(_names([r["name"] for r in g]), len(g), g[0]) for g in groups.values()]
+
+
+def _names(names: list[str]) -> str:
+    """`model.layers.{0-29}.self_attn` for names that differ in one number, else the first and the last."""
+    if len(names) == 1:
+        return names[0]
+    pieces = [re.split(r"(\d+)", n) for n in names]
+    varying = [i for i, column in enumerate(zip(*pieces, strict=True)) if len(set(column)) > 1]
+    if len(varying) != 1:
+        return f"{names[0]} ... {names[-1]}"
+    at = varying[0]
+    return "".join([*pieces[0][:at], "{", _ranges([int(p[at]) for p in pieces]), "}", *pieces[0][at + 1 :]])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """ "0-3,7" for ascending numbers 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
+
+
+def _by_site(calls: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for call in calls:
+        found.setdefault(call["site"], []).append(call)
+    return found
+
+
+def _calls(calls: list[dict[str, Any]]) -> str:
+    """ "qk_int8_pv_fp8 x16, exact x46 (decode x45, short_q x1)": quantized calls first."""
+    quantized: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for call in calls:
+        (reasons if call["recipe"] == "exact" else quantized)[call["reason"] or call["recipe"]] += call["calls"]
+    parts = [f"{recipe} x{n}" for recipe, n in quantized.items()]
+    if reasons:
+        parts.append(f"exact x{reasons.total()} ({', '.join(f'{r} x{n}' for r, n in sorted(reasons.items()))})")
+    return ", ".join(parts) or "no calls"
+
+
+def _heads(row: dict[str, Any]) -> str:
+    """ "9 q, 3 kv x 64": query heads, key and value heads if they are fewer, and head_dim."""
+    heads, kv_heads, head_dim = row["heads"], row["kv_heads"], row["head_dim"]
+    counts = f"{heads}" if kv_heads in (None, heads) else f"{heads} q, {kv_heads} kv"
+    return f"{counts} x {head_dim}" if heads and head_dim else ""
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and value - value != 0:
+        return None
+    return value
+
+
+def _write_whole(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
