@@ -3,9 +3,9 @@
     python scripts/family_matrix.py [--out docs/results/family_matrix.json] [--only llama,t5] [--limit-seconds 30]
 
 For each family, in float32 on the CPU: eager outputs; the exact policy's outputs without and with padding, compared
-with eager; the default recipe (lengths and float32 allowed); revert; and for families with attention code of their own, that
-apply() refuses. Differences are the largest absolute difference over the largest absolute output of eager. The file is
-rewritten after each family, so a crash loses only the family that caused it.
+with eager; the default recipe (lengths and float32 allowed); revert; and for families with attention code of their own,
+that apply() refuses. Differences are the largest absolute difference over the largest absolute output of eager. The
+file is rewritten after each family, so a crash loses only the family that caused it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,474 @@
+// Attention forward for Hopper (sm_90a): INT8 Q K^T, then FP8 or FP16 P V.
+//
+// A CTA is one feeding warpgroup and three consumers over 192 query rows (dim 64 FP8: four over 256). Of the feeder, warp 0
+// streams K and V images through a ring of bulk copies, warps 1..3 load and quantize the next tile's Q. A consumer owns 64
+// rows and runs strictly serially, scores -> softmax -> P V; tensor cores and softmax overlap between consumers, not in one.
+//
+// Registers: 3 consumers x 128 x 160 + 128 x 32 = 65536 (dim 64 FP8: 4 x 128 x 112 + 128 x 32 = 61440).
+//   A consumer's ledger, dim 128 FP8: O 64, sums 2, T 68 + P 16 (in the place of S 64), row state 4, six to spare.
+//   FP8: T holds one key tile's P V and is folded into O in full fp32, O = O a + T, because the FP8 accumulator keeps only
+//        13 bits and truncates. The row sum is one more output column: eight rows of ones under V^T (N = 136 or 72).
+//   FP16: P V accumulates in O directly and O is rescaled only when a row maximum moves by more than the slack.
+// Shared memory, dim 128 FP8 / FP16: Q 2 x 24 KB, K 2 x 16 KB, V 2 x 17 / 32 KB, O staging 51 KB,
+// arriving Q 24 KB, scales: 192 / 222 KB.
+#include <type_traits>
+#include "int8.cuh"
+#include "mask.cuh"
+#include "params.h"
+#include "ptx.cuh"
+#include "softmax.cuh"
+
+namespace sage2 {
+namespace {
+
+constexpr int kFeederRegisters = 32;
+constexpr int kL2Group = 20 << 20;           // causal: heads whose K and V images fit here run interleaved
+
+constexpr int align1k(int x) { return (x + 1023) / 1024 * 1024; }
+
+SAGE2_DEV int thread_index() { int t; asm volatile("mov.u32 %0,%%tid.x;" : "=r"(t)); return t; }      // read again, not kept
+SAGE2_DEV int uniform(int x) { return (int)__reduce_or_sync(~0u, (unsigned)x); }   // tells the compiler that a warp agrees on x
+
+template<int DIM, bool FP16> struct Layout {
+  static constexpr int consumers = DIM == 64 && !FP16 ? 4 : 3, rows = 64 * consumers, threads = 128 * (consumers + 1);
+  static constexpr int registers = consumers == 4 ? 112 : 160;
+  static constexpr int stages = DIM == 128 ? 2 : 4, log_stages = DIM == 128 ? 1 : 2;   // small tiles need more in flight
+  // Shared memory, bytes from its 1024-byte aligned start:
+  static constexpr int q = 64 * DIM;                     // one warpgroup's Q
+  static constexpr int k = kTileTokens * DIM;
+  static constexpr int v = kTileTokens * DIM * (FP16 ? 2 : 1);
+  static constexpr int v_stage = align1k(v + (FP16 ? 0 : 8 * kVPitch));     // the rows of ones lie under V^T
+  static constexpr int out_pitch = DIM * 2 + 16;         // staging rows, padded against bank conflicts
+  static constexpr int at_q = 0, at_k = at_q + 2 * consumers * q, at_v = at_k + stages * k;
+  static constexpr int raw = 32 * DIM * 2;               // one warp's landing place for 16-bit Q rows
+  static constexpr int at_out = at_v + stages * v_stage, at_raw = at_out + rows * out_pitch;
+  static constexpr int at_scale = at_raw + 3 * raw;
+  static constexpr int at_q_scale = at_scale + stages * 16, at_q_dot = at_q_scale + 2 * rows * 4;
+  static constexpr int at_slot = at_q_dot + 2 * rows * 4, at_limits = at_slot + 16;
+  static constexpr int at_barrier = at_limits + 8 * 4 * consumers;
+  static constexpr int bytes = at_barrier + 8 * (7 + 2 * consumers + 4 * stages);
+  static_assert(bytes <= 232448, "shared memory of one SM");
+};
+
+template<int STAGES, int CONSUMERS> struct Barriers {                     // addresses of the mbarriers
+  uint32_t tile_full, q_full, q_empty, raw_full, k_full, k_empty, v_full, v_empty;
+  SAGE2_DEV explicit Barriers(uint32_t at)
+      : tile_full(at), q_full(at + 16), q_empty(q_full + 16 * CONSUMERS), raw_full(q_empty + 16), k_full(raw_full + 24),
+        k_empty(k_full + 8 * STAGES), v_full(k_empty + 8 * STAGES), v_empty(v_full + 8 * STAGES) {}
+};
+
+// ------------------------------------------------------------------ which tile
+struct Tile { int b, h, kv_head, row0, keys, offset; };
+template<int ROWS> SAGE2_DEV Tile decode(const Params &p, int t) {     // ROWS: of a CTA's tile
+  // Longest first inside a group of heads that share L2; the last group may be smaller. Non-causal: group = 1.
+  const int g = t / (p.group * p.q_tiles), r = t - g * p.group * p.q_tiles;
+  const int heads = min(p.group, p.batch * p.heads - g * p.group);
+  const int bh = g * p.group + r % heads, b = bh / p.heads, h = bh - b * p.heads;
+  const int keys = p.kv_lens ? min(max(__ldg(p.kv_lens + b), 0), p.kv_len) : p.kv_len;
+  const int offset = !p.causal ? kNoCausalOffset : p.top_left ? 0 : keys - p.q_len;
+  return {b, h, b * p.kv_heads + h / p.heads_per_kv, (p.q_tiles - 1 - r / heads) * ROWS, keys, offset};
+}
+template<int ROWS> SAGE2_DEV int key_tiles(const Params &p, const Tile &t) {     // of the whole CTA; the ring runs from the last to the first
+  return tile_span(t.row0, min(t.row0 + ROWS, p.q_len) - 1, p.q_len, t.keys, t.offset).seen;
+}
+
+// ------------------------------------------------------------------ Q
+SAGE2_DEV int row_slot(int row) { return (row & ~15) | (row & 7) * 2 | (row >> 3 & 1); }   // rows r and r + 8 side by side
+struct QBuffer { uint32_t q, scale, dot; };                    // addresses: INT8 rows, their scales, their dots with K's mean
+
+template<int DIM> SAGE2_DEV void store_q(const QBuffer &to, int row, int channel, const uint4 &x, bool bf16, float inverse) {
+  float f[8];
+  widen(x, bf16, f);
+  store_shared2(to.q + row / 64 * (64 * DIM) + swizzle(row % 64, channel, DIM), pack_s8(f[0], f[1], f[2], f[3], inverse), pack_s8(f[4], f[5], f[6], f[7], inverse));
+}
+SAGE2_DEV float dot8(const uint4 &x, bool bf16, const float *mean, float sum) {     // with K's mean: what smoothing took from the logits
+  float f[8];
+  widen(x, bf16, f);
+  #pragma unroll
+  for (int e = 0; e < 8; e++) sum = fmaf(f[e], __ldg(mean + e), sum);
+  return sum;
+}
+SAGE2_DEV const uint16_t *q_row(const Params &p, const Tile &t, int row) {
+  return p.q.data + t.b * p.q.batch + t.h * p.q.head + (int64_t)(t.row0 + row) * p.q.token;
+}
+template<int DIM> SAGE2_DEV const float *k_mean(const Params &p, const Tile &t) { return p.images.k_mean + (int64_t)t.kv_head * DIM; }
+
+// Straight from memory: 16 rows of a CTA's first tile, which nothing can hide. DIM / 8 lanes hold a row, 8 channels each.
+template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int first, const QBuffer &to) {
+  constexpr int kLanes = DIM / 8, kPass = 32 / kLanes;         // lanes of a row, rows of a pass
+  const int lane = threadIdx.x & 31, channel = lane % kLanes * 8;
+  #pragma unroll 1
+  for (int part = 0; part < 16; part += 4 * kPass) {
+    uint4 x[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = first + part + i * kPass + lane / kLanes;
+      x[i] = make_uint4(0, 0, 0, 0);
+      if (t.row0 + row < p.q_len) x[i] = load_channels(q_row(p, t, row), channel, p.head_dim, p.q.vector);
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int row = first + part + i * kPass + lane / kLanes;
+      uint32_t top = max_magnitude(0, x[i]);
+      #pragma unroll
+      for (int s = 1; s < kLanes; s *= 2) top = max_magnitude(top, __shfl_xor_sync(~0u, top, s));
+      const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));
+      store_q<DIM>(to, row, channel, x[i], p.bf16, s8.inverse);
+      if (channel == 0) store_shared(to.scale + 4 * row_slot(row), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
+      if (p.lse) {
+        float dot = dot8(x[i], p.bf16, k_mean<DIM>(p, t) + channel, 0.f);
+        #pragma unroll
+        for (int s = 1; s < kLanes; s *= 2) dot += __shfl_xor_sync(~0u, dot, s);
+        if (channel == 0) store_shared(to.dot + 4 * row_slot(row), __float_as_uint(dot * p.scale));
+      }
+    }
+  }
+  async_proxy_fence();                                         // wgmma reads what plain stores wrote
+  __syncwarp();
+}
+// Behind the consumers' backs, with few registers: 64 rows by one warp, through `raw`, 32 at a time. A lane finds the
+// scale of a whole row by itself (no shuffles), then the warp quantizes row by row.
+template<int DIM>
+SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t raw, uint32_t raw_full, int &parity, const QBuffer &to) {
+  constexpr int kChunks = DIM / 8, kPass = 32 / kChunks;
+  const int lane = thread_index() & 31;
+  const uint16_t *src = q_row(p, t, first);
+  const float *mean = k_mean<DIM>(p, t);
+  int left = uniform(p.q_len - t.row0 - first);                // rows that exist, from src on
+  #pragma unroll 1
+  for (int part = first; part < first + 64; part += 32, left -= 32, src += 32 * p.q.token) {
+    __syncwarp();                                              // every lane has read the rows before
+    if (!p.q.vector) {
+      const uint16_t *from = src + lane;
+      #pragma unroll 1
+      for (int i = 0; i < min(left, 32); i++, from += p.q.token)
+        #pragma unroll
+        for (int d = 0; d < DIM; d += 32)
+          if (d + lane < p.head_dim) store_shared16(raw + (i * DIM + d + lane) * 2, __ldg(from + d));
+      __syncwarp();
+    } else if (left > 0) {
+      if (lane == 0) barrier_expect(raw_full, min(left, 32) * p.head_dim * 2);
+      __syncwarp();
+      if (lane < left) bulk_load(raw + lane * DIM * 2, src + lane * p.q.token, p.head_dim * 2, raw_full);
+      barrier_wait(raw_full, parity);
+      parity ^= 1;
+    }
+    auto chunk = [&](int row, int channel) {
+      uint4 x = load_shared4(raw + (row * DIM + channel) * 2);
+      return channel + 8 > p.head_dim ? keep_channels(x, p.head_dim - channel) : x;
+    };
+    uint32_t top = 0;
+    float dot = 0.f;
+    if (lane < left) {
+      #pragma unroll 4
+      for (int i = 0; i < kChunks; i++) top = max_magnitude(top, chunk(lane, (i + lane) % kChunks * 8));     // rotated: no bank conflicts
+      if (p.lse)
+        #pragma unroll 1
+        for (int i = 0; i < kChunks; i++) dot = dot8(chunk(lane, (i + lane) % kChunks * 8), p.bf16, mean + (i + lane) % kChunks * 8, dot);
+    }
+    const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));           // no such row: scale and inverse are zero
+    store_shared(to.scale + 4 * row_slot(part + lane), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
+    store_shared(to.dot + 4 * row_slot(part + lane), __float_as_uint(dot * p.scale));
+    #pragma unroll 2
+    for (int i = 0; i < 32; i += kPass) {
+      const int row = i + lane / kChunks, channel = lane % kChunks * 8;
+      store_q<DIM>(to, part + row, channel, chunk(row, channel), p.bf16, __shfl_sync(~0u, s8.inverse, row));
+    }
+  }
+  async_proxy_fence();
+  __syncwarp();
+}
+
+// ------------------------------------------------------------------ the two matrix products
+template<int DIM> SAGE2_DEV void scores(int (&S)[64], uint32_t q, uint32_t k) {
+  wgmma_fence();
+  mma_s8_first(S, desc<DIM>(q), desc<DIM>(k));
+  #pragma unroll
+  for (int i = 1; i < DIM / 32; i++) mma_s8_next(S, desc<DIM>(q + 2 * i), desc<DIM>(k + 2 * i));
+  wgmma_commit();
+  wgmma_wait_all();
+}
+template<int N> SAGE2_DEV void weigh_fp8(float (&T)[N], const uint32_t (&P)[16], uint32_t v) {
+  wgmma_fence();
+  mma_e4m3_first(T, P, desc<kVPitch>(v));
+  #pragma unroll
+  for (int i = 1; i < 4; i++) mma_e4m3_next(T, P + 4 * i, desc<kVPitch>(v + 2 * i));
+  wgmma_commit();
+  wgmma_wait_all();
+}
+template<int N> SAGE2_DEV void weigh_fp16(float (&O)[N], const uint32_t (&P)[32], uint32_t v) {
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < 8; i++) mma_f16_next(O, P + 4 * i, desc<128>(v + 128 * i));
+  wgmma_commit();
+  wgmma_wait_all();
+}
+
+// ------------------------------------------------------------------ the kernel
+template<int DIM, bool FP16>
+__global__ void __launch_bounds__(Layout<DIM, FP16>::threads, 1) attention(const __grid_constant__ Params p) {
+  using L = Layout<DIM, FP16>;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t s0 = smem_address(smem);
+  const Barriers<L::stages, L::consumers> bar(s0 + L::at_barrier);
+  const uint32_t slot = s0 + L::at_slot;                       // the tile of each Q buffer; -1 ends the loop
+  const int group = uniform(threadIdx.x >> 7), warp = uniform(threadIdx.x >> 5) & 3;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; i++) {
+      barrier_init(bar.tile_full + 8 * i, 1);
+      barrier_init(bar.q_empty + 8 * i, 4 * L::consumers);
+      for (int w = 0; w < L::consumers; w++) barrier_init(bar.q_full + 8 * (i * L::consumers + w), 4);
+    }
+    for (int i = 0; i < L::stages; i++) {
+      barrier_init(bar.k_full + 8 * i, 1), barrier_init(bar.k_empty + 8 * i, 4 * L::consumers);
+      barrier_init(bar.v_full + 8 * i, 1), barrier_init(bar.v_empty + 8 * i, 4 * L::consumers);
+    }
+    for (int w = 0; w < 3; w++) barrier_init(bar.raw_full + 8 * w, 1);
+    barrier_init_fence();
+    store_shared(slot, blockIdx.x);
+  }
+  if (!FP16)                                                   // E4M3 ones; the bulk copies never touch these rows
+    for (int st = 0; st < L::stages; st++)
+      for (int i = threadIdx.x; i < 8 * kVPitch / 4; i += L::threads) store_shared(s0 + L::at_v + st * L::v_stage + L::v + 4 * i, 0x38383838u);
+  async_proxy_fence();
+  __syncthreads();
+  grid_dependency_wait();
+
+  if (group == 0) {
+    registers_shrink<kFeederRegisters>();
+    if (warp == 0) {
+      // ------------------------------------------------------ one lane: tile order, K and V
+      if (threadIdx.x != 0) return;
+      int t = blockIdx.x, stage = 0, parity = 1, n = 0;        // n counts this CTA's tiles
+      barrier_arrive(bar.tile_full);
+      while (t >= 0) {
+        const Tile tile = decode<L::rows>(p, t);
+        const int tiles = key_tiles<L::rows>(p, tile);
+        for (int i = 0; ; i++) {
+          if (i < tiles) {
+            const int64_t block = (int64_t)tile.kv_head * p.blocks + (tiles - 1 - i);
+            barrier_wait(bar.k_empty + 8 * stage, parity);
+            barrier_expect(bar.k_full + 8 * stage, L::k + 16);
+            bulk_load(s0 + L::at_k + stage * L::k, p.images.k + block * L::k, L::k, bar.k_full + 8 * stage);
+            bulk_load(s0 + L::at_scale + stage * 16, p.images.k_scale + block * kScaleGroups, 16, bar.k_full + 8 * stage);
+            barrier_wait(bar.v_empty + 8 * stage, parity);
+            barrier_expect(bar.v_full + 8 * stage, L::v);
+            bulk_load(s0 + L::at_v + stage * L::v_stage, p.images.v + block * L::v, L::v, bar.v_full + 8 * stage);
+            if (++stage == L::stages) stage = 0, parity ^= 1;
+          }
+          // The next tile is announced once the ring has gone round in this one (the consumers are then past the tile
+          // before it, so the Q buffer is free), early enough for its Q to be ready in time.
+          if (i == min(L::stages, max(tiles - 1, 0))) {
+            const int ticket = atomicAdd(p.images.counter, 1);
+            if (ticket == p.total - 1) *p.images.counter = 0;  // the last draw of the launch leaves it as it was
+            t = ticket + (int)gridDim.x < p.total ? ticket + (int)gridDim.x : -1;
+            if (++n >= 2) barrier_wait(bar.q_empty + 8 * (n & 1), ((n >> 1) & 1) ^ 1);
+            store_shared(slot + 4 * (n & 1), t);
+            barrier_arrive(bar.tile_full + 8 * (n & 1));
+          }
+          if (i >= tiles - 1 && i >= min(L::stages, max(tiles - 1, 0))) break;
+        }
+      }
+    } else {
+      // ------------------------------------------------------ three warps: Q of every tile but the first
+      const int w = warp - 1;
+      int parity = 0;
+      for (int n = 1; ; n++) {
+        const int buffer = n & 1;
+        barrier_wait(bar.tile_full + 8 * buffer, (n >> 1) & 1);
+        const int t = uniform(load_shared_int(slot + 4 * buffer));
+        for (int g = w; g < L::consumers; g += 3) {            // consumer group g's 64 rows
+          if (t >= 0)
+            prefetch_q<DIM>(p, decode<L::rows>(p, t), 64 * g, s0 + L::at_raw + w * L::raw, bar.raw_full + 8 * w, parity,
+                          {s0 + L::at_q + buffer * L::consumers * L::q, s0 + L::at_q_scale + buffer * L::rows * 4,
+                           s0 + L::at_q_dot + buffer * L::rows * 4});
+          barrier_arrive_warp(bar.q_full + 8 * (buffer * L::consumers + g), 4);
+        }
+        if (t < 0) return;
+      }
+    }
+    return;
+  }
+
+  // ---------------------------------------------------------- consumers
+  registers_grow<L::registers>();
+  constexpr bool kPingPong = !FP16;                            // takes turns on the tensor cores; pays for FP8 only
+  constexpr int kOut = DIM / 2;                                // accumulators of a thread
+  const int w = group - 1, lane = threadIdx.x & 31, c = lane & 3, r = warp * 16 + (lane >> 2);   // row in the warpgroup
+  const uint32_t desc_k = desc_low(s0 + L::at_k), desc_v = desc_low(s0 + L::at_v, FP16 ? kTileTokens * 128 : 16);
+  if (kPingPong && w == L::consumers - 1) named_arrive(1, 256);
+  auto my_turn = [&] { if (kPingPong) named_sync(w + 1, 256); };
+  auto pass_turn = [&] { if (kPingPong) named_arrive(w + 1 == L::consumers ? 1 : w + 2, 256); };
+
+  int turn = 0;                                                // key tiles so far: stage = turn % stages, its parity = turn / stages % 2
+  for (int n = 0; ; n++) {
+    const uint32_t at_rows = s0 + L::at_q_scale + ((n & 1) * L::rows + 64 * w) * 4;                // (tid & 0x7C) * 2 = 4 * row_slot(r)
+    if (n == 0) {                                              // nobody is ahead of the first tile: each warp loads its own rows
+      load_q<DIM>(p, decode<L::rows>(p, blockIdx.x), 64 * w + warp * 16, {s0 + L::at_q, s0 + L::at_q_scale, s0 + L::at_q_dot});
+      barrier_arrive_warp(bar.q_full + 8 * w);
+    }
+    barrier_wait(bar.q_full + 8 * ((n & 1) * L::consumers + w), (n >> 1) & 1);
+    const int t = uniform(load_shared_int(slot + 4 * (n & 1)));
+    if (t < 0) break;
+
+    float O[kOut], l0 = 0.f, l1 = 0.f;
+    RowState state = {kNoKeys, kNoKeys, 1.f, 1.f};
+    #pragma unroll
+    for (int i = 0; i < kOut; i++) O[i] = 0.f;
+    {
+      int end, end_masked, end_dead;                           // turns
+      const uint32_t limits = s0 + L::at_limits + 8 * (4 * w + warp);            // (keys, newest key our first row may see): kept in memory
+      {
+        const Tile tile = decode<L::rows>(p, t);
+        const TileSpan span = tile_span(tile.row0 + 64 * w, tile.row0 + 64 * w + 63, p.q_len, tile.keys, tile.offset);
+        const int tiles = uniform(key_tiles<L::rows>(p, tile));
+        end = turn + tiles, end_masked = end - uniform(span.full), end_dead = end - min(uniform(span.seen), tiles);
+        store_shared2(limits, tile.keys, tile.row0 + 64 * w + tile.offset);    // every lane the same
+        __syncwarp();
+      }
+      const uint32_t desc_q = desc_low(s0 + L::at_q + ((n & 1) * L::consumers + w) * L::q);
+
+      auto step = [&](auto masked) {                           // key tile end - 1 - turn
+        constexpr bool kMasked = decltype(masked)::value;
+        const int stage = turn & (L::stages - 1), parity = turn >> L::log_stages & 1;
+        const uint32_t ring = bar.k_full + 8 * stage;
+        constexpr int kToKEmpty = 8 * L::stages, kToVFull = 16 * L::stages, kToVEmpty = 24 * L::stages;
+        int S[64];
+        barrier_wait(ring, parity);
+        my_turn();
+        scores<DIM>(S, desc_q, desc_k + stage * (L::k / 16));
+        pass_turn();
+        // Scales are fetched here each time: registers are short, and loads that everything below needs also keep the
+        // compiler from moving the softmax above the hand-over.
+        const int tid = thread_index();
+        const float k_scale = load_shared(s0 + L::at_scale + stage * 16 + (tid & 3) * 4);
+        const float2 q_scale = load_shared2(at_rows + (tid & 0x7C) * 2);
+        __syncwarp();                                          // every lane has its scale before the stage is given back
+        barrier_arrive_warp(ring + kToKEmpty);
+        if (kMasked) {
+          const int first = (end - 1 - turn) * kTileTokens, keys = load_shared_int(limits);
+          const int mine = load_shared_int(limits + 4) + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
+          hide(S, visible_keys(mine, keys, 0) - first, visible_keys(mine + 8, keys, 0) - first, tid & 3);
+        }
+        if constexpr (FP16) {
+          uint32_t P[32];
+          const bool moved = softmax_fp16<kMasked>(S, k_scale, q_scale.x, q_scale.y, state, l0, l1);
+          pack_probabilities(S, P);
+          if (moved)
+            #pragma unroll
+            for (int i = 0; i < kOut; i++) O[i] *= i & 2 ? state.a1 : state.a0;
+          barrier_wait(ring + kToVFull, parity);
+          weigh_fp16(O, P, desc_v + stage * (L::v_stage / 16));
+        } else {
+          uint32_t P[16];
+          float T[kOut + 4];                                   // and the row sums, each twice
+          softmax_fp8<kMasked>(S, k_scale, q_scale.x, q_scale.y, state);
+          pack_probabilities(S, P);
+          barrier_wait(ring + kToVFull, parity);
+          weigh_fp8(T, P, desc_v + stage * (L::v_stage / 16));
+          #pragma unroll
+          for (int i = 0; i < kOut; i++) O[i] = fmaf(O[i], i & 2 ? state.a1 : state.a0, T[i]);
+          l0 = fmaf(l0, state.a0, T[kOut]), l1 = fmaf(l1, state.a1, T[kOut + 2]);
+        }
+        barrier_arrive_warp(ring + kToVEmpty);
+        turn++;
+      };
+      for (; turn < end_dead; turn++) {                   // none of our rows sees it: let it pass
+        const uint32_t ring = bar.k_full + 8 * (turn & (L::stages - 1)), parity = turn >> L::log_stages & 1;
+        barrier_wait(ring, parity), barrier_wait(ring + 16 * L::stages, parity);
+        my_turn(), pass_turn();
+        barrier_arrive_warp(ring + 8 * L::stages), barrier_arrive_warp(ring + 24 * L::stages);
+      }
+      while (turn < end_masked) step(std::true_type());
+      while (turn < end) step(std::false_type());
+    }
+
+    // -------------------------------------------------------- epilogue: divide, rescale V, add its mean, store whole rows
+    const Tile tile = decode<L::rows>(p, uniform(load_shared_int(slot + 4 * (n & 1))));   // again: cheaper than keeping it
+    const int row = tile.row0 + 64 * w + r;
+    if constexpr (FP16) l0 = quad_sum(l0), l1 = quad_sum(l1);
+    const float i0 = l0 == 0.f ? 0.f : __fdividef(1.f, l0), i1 = l1 == 0.f ? 0.f : __fdividef(1.f, l1);   // no keys: zero
+    const float *v_scale = p.images.v_scale + (int64_t)tile.kv_head * DIM, *v_mean = p.images.v_mean + (int64_t)tile.kv_head * DIM;
+    const uint32_t staging = s0 + L::at_out + (w * 64 + warp * 16) * L::out_pitch, mine = staging + (lane >> 2) * L::out_pitch + c * 4;
+    bulk_wait_read();                                          // the last tile's rows have left the staging area
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < DIM / 8; i++) {
+      const float2 s = __ldg((const float2 *)(v_scale + 8 * i + 2 * c)), m = __ldg((const float2 *)(v_mean + 8 * i + 2 * c));
+      const float x0 = fmaf(O[4 * i] * i0, s.x, l0 == 0.f ? 0.f : m.x), x1 = fmaf(O[4 * i + 1] * i0, s.y, l0 == 0.f ? 0.f : m.y);
+      const float y0 = fmaf(O[4 * i + 2] * i1, s.x, l1 == 0.f ? 0.f : m.x), y1 = fmaf(O[4 * i + 3] * i1, s.y, l1 == 0.f ? 0.f : m.y);
+      store_shared(mine + i * 16, p.bf16 ? pack_bf16(x0, x1) : pack_f16(x0, x1));
+      store_shared(mine + 8 * L::out_pitch + i * 16, p.bf16 ? pack_bf16(y0, y1) : pack_f16(y0, y1));
+    }
+    async_proxy_fence();
+    __syncwarp();
+    const int first = tile.row0 + 64 * w + warp * 16;          // this warp's 16 rows
+    uint16_t *out = const_cast<uint16_t *>(p.out.data) + tile.b * p.out.batch + tile.h * p.out.head + (int64_t)first * p.out.token;
+    if (p.out.vector) {
+      if (lane < 16 && first + lane < p.q_len) bulk_store(out + lane * p.out.token, staging + lane * L::out_pitch, p.head_dim * 2);
+      bulk_commit();
+    } else {
+      for (int i = 0; i < 16 && first + i < p.q_len; i++)
+        for (int d = lane; d < p.head_dim; d += 32) {
+          uint16_t x;
+          asm volatile("ld.shared.u16 %0,[%1];" : "=h"(x) : "r"(staging + i * L::out_pitch + 2 * d) : "memory");
+          out[i * p.out.token + d] = x;
+        }
+    }
+    if (p.lse && c == 0) {                                     // natural log of the true scaled scores
+      float *lse = p.lse + ((int64_t)tile.b * p.heads + tile.h) * p.q_len;
+      const float2 dot = load_shared2(at_rows + (threadIdx.x & 0x7C) * 2 + L::at_q_dot - L::at_q_scale);
+      if (row < p.q_len) lse[row] = l0 == 0.f ? -INFINITY : fmaf(state.m0 + __log2f(l0), 0.6931471806f, dot.x);
+      if (row + 8 < p.q_len) lse[row + 8] = l1 == 0.f ? -INFINITY : fmaf(state.m1 + __log2f(l1), 0.6931471806f, dot.y);
+    }
+    __syncwarp();
+    barrier_arrive_warp(bar.q_empty + 8 * (n & 1));
+  }
+  if (kPingPong && w == 0) named_sync(1, 256);                 // takes the last hand-over
+  bulk_wait();
+}
+
+typedef void (*Kernel)(Params);
+struct Entry { Kernel kernel; int smem, rows, threads; };
+template<int DIM, bool FP16> Entry entry() {
+  using L = Layout<DIM, FP16>;
+  return {attention<DIM, FP16>, L::bytes, L::rows, L::threads};
+}
+Entry entry(bool wide, bool fp16) {
+  if (wide) return fp16 ? entry<128, true>() : entry<128, false>();
+  return fp16 ? entry<64, true>() : entry<64, false>();
+}
+
+}  // namespace
+
+cudaError_t load_forward_sm90() {
+  for (int i = 0; i < 4; i++) {
+    const Entry e = entry(i & 1, i & 2);
+    const cudaError_t err = cudaFuncSetAttribute(e.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, e.smem);
+    if (err != cudaSuccess) return err;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_forward_sm90(Params &p, int sm_count, bool overlap, cudaStream_t stream) {
+  const int dim = padded_dim(p.head_dim);
+  p.heads_per_kv = p.heads / p.kv_heads;
+  const Entry e = entry(dim == 128, p.fp16_pv);
+  p.q_tiles = (p.q_len + e.rows - 1) / e.rows;
+  p.total = p.batch * p.heads * p.q_tiles;
+  const size_t head_bytes = (k_image_bytes(dim) + v_image_bytes(dim, p.fp16_pv)) * p.blocks;
+  const size_t fit = kL2Group / (head_bytes ? head_bytes : 1);
+  p.group = !p.causal ? 1 : (int)(fit < 1 ? 1 : fit > 4096 ? 4096 : fit) * p.heads_per_kv;
+  cudaLaunchConfig_t cfg = {};
+  cfg.gridDim = dim3(p.total < sm_count ? p.total : sm_count), cfg.blockDim = dim3(e.threads);
+  cfg.dynamicSmemBytes = e.smem, cfg.stream = stream;
+  cudaLaunchAttribute attr[1];
+  attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attr[0].val.programmaticStreamSerializationAllowed = 1;
+  cfg.attrs = attr, cfg.numAttrs = overlap ? 1 : 0;
+  void *args[] = {&p};
+  return cudaLaunchKernelExC(&cfg, (const void *)e.kernel, args);
+}
+
+}  // namespace sage2

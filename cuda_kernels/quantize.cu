@@ -1,0 +1,354 @@
+// Pre-processing, one launch: smoothing vectors, INT8 K images, E4M3 (or FP16) V images. K and V may be any strided views.
+//
+// One cluster of CTAs per (batch, kv head); CTA `rank` owns key blocks rank, rank + size, ...
+//   1. Smoothing vectors, from 64 tokens spread over the visible ones. Any constant vector is valid (softmax does not see a
+//      shift of K; V's comes back in the epilogue), so a sample does what the mean does. Every CTA forms them by itself, in
+//      a fixed order: partial sum g of samples g, g + 16, g + 32, g + 48, then the partial sums in order; fp32. A V channel
+//      whose sampled mean is below an eighth of its largest sample is not shifted: the mean is then mostly noise, and E4M3
+//      is least biased around zero.
+//   2. K images, and the largest |V - mean| of each channel over all visible tokens, combined through the cluster. As many
+//      V blocks as fit stay in shared memory; the others are read again.
+//   3. V images.
+// Images are written straight from registers, whole 32-byte sectors at a time. Memory bound: 512 threads with eight
+// 16-byte loads in flight each, two CTAs an SM: 64 registers, at most 113 KB shared memory.
+#include "int8.cuh"
+#include "params.h"
+#include "ptx.cuh"
+
+namespace sage2 {
+namespace {
+
+constexpr int kThreads = 512, kMaxCluster = 16;
+constexpr int kCacheBytes = 96 << 10;
+constexpr float kE4m3Max = 448.f;
+constexpr float kSignificance = 8.f;
+
+// What the inputs are like: known when the kernel is compiled for the usual ones, looked up for unaligned views.
+enum Mode { kAlignedFp16, kAlignedBf16, kAny };
+template<Mode MODE> SAGE2_DEV bool is_bf16(const Params &p) { return MODE == kAny ? p.bf16 : MODE == kAlignedBf16; }
+template<Mode MODE> SAGE2_DEV int aligned(const View &view) { return MODE == kAny ? view.vector : 1; }
+
+struct Head {                      // one kv head of one batch item
+  const uint16_t *k, *v;
+  int keys;                        // visible
+};
+
+template<int DIM> struct Shared {
+  float k_mean[DIM], v_mean[DIM], v_inverse[DIM];
+  uint32_t v_amax[DIM], v_top[DIM], k_amax[2][kScaleGroups];
+  // Then, at different times: partial sums [2][kMeanGroups][DIM], or cached V blocks [blocks][128 tokens][DIM] of 16 bits
+  static constexpr int at_rest = (5 * DIM + 2 * kScaleGroups) * 4, partial_bytes = 2 * kMeanGroups * DIM * 4;
+  static constexpr int block_bytes = kTileTokens * DIM * 2, cache_blocks = kCacheBytes / block_bytes;
+};
+// A cached token's chunks of eight channels, so that tokens two apart do not share banks.
+template<int DIM> SAGE2_DEV int cache_offset(int token, int channel) {
+  return token * DIM * 2 + ((channel >> 3) ^ (token & 2) << 1) * 16;
+}
+
+// One sample group of a smoothing vector: sums into `partial`, the largest magnitude into `top`. Non-finite counts as zero.
+template<int DIM, Mode MODE>
+SAGE2_DEV void sample(const Params &p, const View &view, const uint16_t *rows, int keys, int group, int channel, float *partial, uint32_t *top) {
+  constexpr int kEach = kMeanSamples / kMeanGroups;
+  const int samples = mean_samples(keys);
+  uint4 x[kEach];
+  #pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int s = group + i * kMeanGroups;
+    x[i] = make_uint4(0, 0, 0, 0);
+    if (s < samples) x[i] = load_channels(rows + mean_token(s, keys) * view.token, channel, p.head_dim, aligned<MODE>(view));
+  }
+  float sum[8] = {};
+  uint32_t largest[8] = {};
+  #pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    float f[8];
+    widen(x[i], is_bf16<MODE>(p), f);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) {
+      if (magnitude(f[e]) >= kInfBits) f[e] = 0.f;
+      sum[e] = __fadd_rn(sum[e], f[e]);
+      largest[e] = max(largest[e], magnitude(f[e]));
+    }
+  }
+  #pragma unroll
+  for (int e = 0; e < 8; e++) {
+    partial[group * DIM + channel + e] = sum[e];
+    if (top) atomicMax(top + channel + e, largest[e]);
+  }
+}
+template<int DIM> SAGE2_DEV float total_mean(const float *partial, int channel, int keys) {
+  float sum = 0.f;
+  for (int g = 0; g < kMeanGroups; g++) sum = __fadd_rn(sum, partial[g * DIM + channel]);
+  return keys ? __fdiv_rn(sum, (float)mean_samples(keys)) : 0.f;
+}
+
+// Smallest and largest value of eight channels, on packed 16-bit floats; NaN does not count. fp32 subtraction is monotone, so
+// the largest |v - mean| is that of one of the two.
+struct Range { uint32_t low[4], high[4]; };
+SAGE2_DEV void extend(Range &range, const uint4 &x, bool bf16) {
+  const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+  #pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (bf16) {
+      asm("min.bf16x2 %0,%0,%1;" : "+r"(range.low[i]) : "r"(w[i]));
+      asm("max.bf16x2 %0,%0,%1;" : "+r"(range.high[i]) : "r"(w[i]));
+    } else {
+      asm("min.f16x2 %0,%0,%1;" : "+r"(range.low[i]) : "r"(w[i]));
+      asm("max.f16x2 %0,%0,%1;" : "+r"(range.high[i]) : "r"(w[i]));
+    }
+}
+// Asks the L2 for a block of K and V, a 128-byte line a thread: a later block's way from memory overlaps this one's work.
+template<int DIM> SAGE2_DEV void prefetch(const Params &p, const Head &h, int block) {
+  constexpr int kLines = DIM * 2 / 128;
+  const int token = threadIdx.x / 2 / kLines, t = block * kTileTokens + token;
+  if (token >= kTileTokens || t >= h.keys) return;
+  const uint16_t *row = threadIdx.x % 2 ? h.v + t * p.v.token : h.k + t * p.k.token;
+  const int channel = threadIdx.x / 2 % kLines * 64;
+  if (channel < p.head_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + channel));
+}
+
+// Eight vector elements from shared memory.
+SAGE2_DEV void load8(const float *from, float (&to)[8]) {
+  const float4 a = *(const float4 *)from, b = *(const float4 *)(from + 4);
+  to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+// Eight channels of a V token: from the cache, or from memory.
+template<int DIM, Mode MODE> SAGE2_DEV uint4 v_channels(const Params &p, const Head &h, const uint8_t *cached, int block, int token, int channel) {
+  if (cached) return *(const uint4 *)(cached + cache_offset<DIM>(token, channel));
+  const int t = block * kTileTokens + token;
+  return t < h.keys ? load_channels(h.v + t * p.v.token, channel, p.head_dim, aligned<MODE>(p.v)) : make_uint4(0, 0, 0, 0);
+}
+
+// A warp's share of an E4M3 V block, transposed and token-permuted: 4 chunks x 8 words. A lane takes tokens
+// {2c, 2c+1, 2c+8, 2c+9} of one 16-token group and eight channels, which are eight words of the image.
+template<int DIM, Mode MODE>
+SAGE2_DEV void write_v_fp8(const Params &p, const Head &h, const Shared<DIM> &sh, const uint8_t *cached, uint8_t *image, int block, int unit) {
+  const int lane = threadIdx.x % 32, channel = (unit % (DIM / 32) * 4 + lane % 4) * 8, word = unit / (DIM / 32) * 8 + lane / 4;
+  const int token = word / 4 * 16 + word % 4 * 2;
+  uint4 x[4];
+  #pragma unroll
+  for (int i = 0; i < 4; i++) x[i] = v_channels<DIM, MODE>(p, h, cached, block, token + (i & 1) + (i & 2) * 4, channel);
+  float f[4][8], mean[8], inverse[8];
+  load8(sh.v_mean + channel, mean), load8(sh.v_inverse + channel, inverse);
+  const int last = h.keys - block * kTileTokens - token;          // tokens past the end: zeros
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    widen(x[i], is_bf16<MODE>(p), f[i]);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) f[i][e] = __fmul_rn(__fsub_rn(f[i][e], mean[e]), inverse[e]);
+  }
+  if ((block + 1) * kTileTokens > h.keys)
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      #pragma unroll
+      for (int e = 0; e < 8; e++) f[i][e] = (i & 1) + (i & 2) * 4 < last ? f[i][e] : 0.f;
+  #pragma unroll
+  for (int e = 0; e < 8; e++) *(uint32_t *)(image + v_offset(token, channel + e)) = pack_e4m3(f[0][e], f[1][e], f[2][e], f[3][e]);
+}
+// A warp's share of a 16-bit V block: 8 tokens (dim 128; 16 at dim 64) as they are, scaled so that any bf16 fits fp16.
+template<int DIM, Mode MODE>
+SAGE2_DEV void write_v_fp16(const Params &p, const Head &h, const Shared<DIM> &sh, const uint8_t *cached, uint8_t *image, int block, int unit) {
+  constexpr int kChunks = DIM / 8, kRows = 32 / kChunks;
+  const int lane = threadIdx.x % 32, channel = lane % kChunks * 8;
+  float mean[8], inverse[8];
+  load8(sh.v_mean + channel, mean), load8(sh.v_inverse + channel, inverse);
+  #pragma unroll 2
+  for (int i = 0; i < 4; i++) {
+    const int token = (unit * 4 + i) * kRows + lane / kChunks;
+    const uint4 x = v_channels<DIM, MODE>(p, h, cached, block, token, channel);
+    uint4 y = {0, 0, 0, 0};
+    if (block * kTileTokens + token < h.keys) {
+      float f[8];
+      widen(x, is_bf16<MODE>(p), f);
+      #pragma unroll
+      for (int e = 0; e < 8; e++) f[e] = __fmul_rn(__fsub_rn(f[e], mean[e]), inverse[e]);
+      y = {pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]), pack_f16(f[6], f[7])};
+    }
+    *(uint4 *)(image + v16_offset(token, channel)) = y;
+  }
+}
+
+template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThreads, MODE == kAny ? 1 : 2) quantize_kv(const __grid_constant__ Params p, int cache_blocks) {
+  constexpr int kChunks = DIM / 8, kRows = kThreads / kChunks, kPasses = kTileTokens / kRows, kWarps = kThreads / 32;
+  extern __shared__ __align__(16) uint8_t smem[];
+  Shared<DIM> &sh = *(Shared<DIM> *)smem;
+  uint8_t *const cache = smem + Shared<DIM>::at_rest;
+  const int rank = cluster_rank(), size = cluster_size(), tid = threadIdx.x;
+  const int64_t head = blockIdx.x / size;
+  const int b = head / p.kv_heads, kv = head - (int64_t)b * p.kv_heads;
+  const Head h = {p.k.data + b * p.k.batch + kv * p.k.head, p.v.data + b * p.v.batch + kv * p.v.head,
+                  p.kv_lens ? min(max(__ldg(p.kv_lens + b), 0), p.kv_len) : p.kv_len};
+  const int blocks = (h.keys + kTileTokens - 1) / kTileTokens, mine = (blocks - rank + size - 1) / size;
+  if (head == 0 && rank == 0 && tid == 0) *p.images.counter = 0;
+
+  if (mine > 0) prefetch<DIM>(p, h, rank);
+
+  // 1. smoothing vectors: units of (K or V, sample group, chunk)
+  if (tid < DIM) sh.v_amax[tid] = sh.v_top[tid] = 0;
+  __syncthreads();
+  float *const partial = (float *)cache;
+  for (int u = tid; u < 2 * kMeanGroups * kChunks; u += kThreads) {
+    const int channel = u % kChunks * 8, group = u / kChunks % kMeanGroups;
+    if (u < kMeanGroups * kChunks) sample<DIM, MODE>(p, p.k, h.k, h.keys, group, channel, partial, nullptr);
+    else sample<DIM, MODE>(p, p.v, h.v, h.keys, group, channel, partial + kMeanGroups * DIM, sh.v_top);
+  }
+  __syncthreads();
+  if (tid < DIM) sh.k_mean[tid] = p.smooth_k ? total_mean<DIM>(partial, tid, h.keys) : 0.f;
+  else if (tid < 2 * DIM) {
+    const float mean = total_mean<DIM>(partial + kMeanGroups * DIM, tid - DIM, h.keys), top = __uint_as_float(sh.v_top[tid - DIM]);
+    sh.v_mean[tid - DIM] = p.smooth_v && fabsf(mean) * kSignificance >= top ? mean : 0.f;
+  }
+  __syncthreads();
+
+  // 2. K images, V's channel maxima
+  {
+    const int channel = tid % kChunks * 8, row = tid / kChunks, group = k_group(row);    // kRows is a multiple of 8: the same group in every pass
+    Range range;
+    #pragma unroll
+    for (int e = 0; e < 4; e++) range.low[e] = is_bf16<MODE>(p) ? 0x7F807F80u : 0x7C007C00u, range.high[e] = range.low[e] | 0x80008000u;   // +Inf, -Inf
+    for (int i = 0; i < mine; i++) {
+      const int block = rank + i * size, first = block * kTileTokens + row;
+      auto load = [&](uint4 (&x)[kPasses], const View &view, const uint16_t *rows) {
+        const uint16_t *from = rows + first * view.token;
+        #pragma unroll
+        for (int j = 0; j < kPasses; j++, from += kRows * view.token) {
+          x[j] = make_uint4(0, 0, 0, 0);
+          if (first + j * kRows < h.keys) x[j] = load_channels(from, channel, p.head_dim, aligned<MODE>(view));
+        }
+      };
+      {
+        uint4 v[kPasses];
+        load(v, p.v, h.v);
+        #pragma unroll
+        for (int j = 0; j < kPasses; j++) {
+          if (i < cache_blocks) *(uint4 *)(cache + i * Shared<DIM>::block_bytes + cache_offset<DIM>(row + j * kRows, channel)) = v[j];
+          if (first + j * kRows < h.keys) extend(range, v[j], is_bf16<MODE>(p));
+        }
+      }
+      if (i + 1 < mine) prefetch<DIM>(p, h, block + size);
+      uint4 k[kPasses];
+      load(k, p.k, h.k);
+      uint32_t *const amax = sh.k_amax[i & 1];                    // in turns: a slow warp may still read the last one
+      if (tid < kScaleGroups) amax[tid] = 0;
+      __syncthreads();
+      float largest = 0.f;
+      auto centred = [&](int j, float (&f)[8]) {                  // tokens past the end: zeros
+        float mean[8];
+        load8(sh.k_mean + channel, mean);
+        widen(k[j], is_bf16<MODE>(p), f);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) f[e] = first + j * kRows < h.keys ? __fsub_rn(f[e], mean[e]) : 0.f;
+      };
+      #pragma unroll
+      for (int j = 0; j < kPasses; j++) {
+        float f[8];
+        centred(j, f);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) largest = max_keep_nan(largest, fabsf(f[e]));
+      }
+      #pragma unroll
+      for (int s = 1; s < 16; s *= 2) largest = max_keep_nan(largest, __shfl_xor_sync(~0u, largest, s));      // a half warp is in one group
+      if (tid % 16 == 0) atomicMax(&amax[group], magnitude(largest));      // NaN > Inf > the rest
+      __syncthreads();
+      const Int8Scale s8 = int8_scale(amax[group]);
+      const int64_t image = head * p.blocks + block;
+      if (tid < kScaleGroups) p.images.k_scale[image * kScaleGroups + tid] = int8_scale(amax[tid]).scale;
+      uint8_t *const out = p.images.k + image * (int64_t)k_image_bytes(DIM) + k_offset(row, channel, DIM);
+      #pragma unroll
+      for (int j = 0; j < kPasses; j++) {                         // the swizzle repeats every 8 rows
+        float f[8];
+        asm volatile("" : "+r"(k[j].x), "+r"(k[j].y), "+r"(k[j].z), "+r"(k[j].w));      // centred again: 32 registers that are not there
+        centred(j, f);
+        *(uint2 *)(out + j * kRows * DIM) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
+      }
+    }
+    float low[8], high[8], mean[8];
+    widen(uint4{range.low[0], range.low[1], range.low[2], range.low[3]}, is_bf16<MODE>(p), low);
+    widen(uint4{range.high[0], range.high[1], range.high[2], range.high[3]}, is_bf16<MODE>(p), high);
+    load8(sh.v_mean + channel, mean);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) {
+      float top = low[e] <= high[e] ? fmaxf(fabsf(__fsub_rn(low[e], mean[e])), fabsf(__fsub_rn(high[e], mean[e]))) : 0.f;   // no token here
+      #pragma unroll
+      for (int s = kChunks; s < 32; s *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, s));
+      if (tid % 32 < kChunks) atomicMax(&sh.v_amax[channel + e], __float_as_uint(top));
+    }
+  }
+  __syncthreads();
+  cluster_arrive(), cluster_wait();
+  if (tid < DIM) {
+    uint32_t bits = 0;
+    for (int r = 0; r < size; r++) bits = max(bits, cluster_load(smem_address(&sh.v_amax[tid]), r));
+    const float amax = __uint_as_float(bits);
+    float scale, inverse;
+    if (amax < kTiny) scale = inverse = 0.f;                      // a constant channel: the mean is the answer
+    else if (bits >= kInfBits) scale = __uint_as_float(0x7FFFFFFFu), inverse = 0.f;      // an Inf: the channel is NaN
+    else if (FP16) scale = __uint_as_float(bits & kInfBits), inverse = __fdiv_rn(1.f, scale);
+    else scale = __fmul_rn(amax, 1.f / kE4m3Max), inverse = __fdiv_rn(kE4m3Max, amax);
+    sh.v_inverse[tid] = inverse;
+    if (rank == 0) {
+      p.images.k_mean[head * DIM + tid] = sh.k_mean[tid];
+      p.images.v_mean[head * DIM + tid] = sh.v_mean[tid];
+      p.images.v_scale[head * DIM + tid] = scale;
+    }
+  }
+  cluster_arrive();                                               // done with the neighbours' shared memory
+  __syncthreads();
+  grid_dependency_trigger();
+
+  // 3. V images: DIM / 8 warp units of a block
+  #pragma unroll 1
+  for (int u = tid / 32; u < mine * kChunks; u += kWarps) {
+    const int i = u / kChunks, block = rank + i * size;
+    const uint8_t *cached = i < cache_blocks ? cache + i * Shared<DIM>::block_bytes : nullptr;
+    uint8_t *image = p.images.v + (head * p.blocks + block) * (int64_t)v_image_bytes(DIM, FP16);
+    if (FP16) write_v_fp16<DIM, MODE>(p, h, sh, cached, image, block, u % kChunks);
+    else write_v_fp8<DIM, MODE>(p, h, sh, cached, image, block, u % kChunks);
+  }
+  cluster_wait();                                                 // and they with ours
+}
+
+typedef void (*Kernel)(Params, int);
+template<int DIM, bool FP16> Kernel by_mode(Mode mode) {
+  return mode == kAny ? quantize_kv<DIM, FP16, kAny> : mode == kAlignedBf16 ? quantize_kv<DIM, FP16, kAlignedBf16> : quantize_kv<DIM, FP16, kAlignedFp16>;
+}
+Kernel kernel(bool wide, bool fp16, Mode mode) {
+  if (wide) return fp16 ? by_mode<128, true>(mode) : by_mode<128, false>(mode);
+  return fp16 ? by_mode<64, true>(mode) : by_mode<64, false>(mode);
+}
+
+}  // namespace
+
+cudaError_t load_quantize() {
+  for (int i = 0; i < 12; i++) {
+    const Kernel k = kernel(i & 1, i & 2, (Mode)(i / 4));
+    cudaError_t err = cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (err == cudaSuccess) err = cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<128>::at_rest + kCacheBytes);
+    if (err != cudaSuccess) return err;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_quantize(const Params &p, int sm_count, cudaStream_t stream) {
+  const int64_t heads = (int64_t)p.batch * p.kv_heads;
+  const bool wide = padded_dim(p.head_dim) == 128;
+  const int fits = wide ? Shared<128>::cache_blocks : Shared<64>::cache_blocks;
+  int size = 1;                    // a power of two: enough CTAs for all V to stay in shared memory, and to fill the chip
+  while (size < kMaxCluster && size * 2 <= p.blocks && (p.blocks > fits * size || heads * size < 2 * sm_count)) size *= 2;
+  const int each = (p.blocks + size - 1) / size;
+  int cache_blocks = each < fits ? each : fits;
+  const int cache = cache_blocks * (wide ? Shared<128>::block_bytes : Shared<64>::block_bytes);
+  const int partial = wide ? Shared<128>::partial_bytes : Shared<64>::partial_bytes;
+  cudaLaunchConfig_t cfg = {};
+  cfg.gridDim = dim3((unsigned)(heads * size)), cfg.blockDim = dim3(kThreads), cfg.stream = stream;
+  cfg.dynamicSmemBytes = (wide ? Shared<128>::at_rest : Shared<64>::at_rest) + (cache > partial ? cache : partial);
+  cudaLaunchAttribute attr[1];
+  attr[0].id = cudaLaunchAttributeClusterDimension;
+  attr[0].val.clusterDim.x = size, attr[0].val.clusterDim.y = 1, attr[0].val.clusterDim.z = 1;
+  cfg.attrs = attr, cfg.numAttrs = 1;
+  const Mode mode = !(p.k.vector && p.v.vector) ? kAny : p.bf16 ? kAlignedBf16 : kAlignedFp16;
+  void *args[] = {const_cast<Params *>(&p), &cache_blocks};
+  return cudaLaunchKernelExC(&cfg, (const void *)kernel(wide, p.fp16_pv, mode), args);
+}
+
+}  // namespace sage2

@@ -1,0 +1,70 @@
+/* The whole contract of the library: plain C, raw pointers, no allocation, no synchronisation, no exception.
+ *
+ * Every call works on the current CUDA device, which must be the one that owns the pointers and the stream, and is never
+ * changed. Calls may be captured into a CUDA graph; replays read the tensors' values at replay time. Same inputs, same bits.
+ *
+ * Attention: out = softmax(scale * q k^T + mask) v, with K, V and Q quantized on the way.
+ *   recipe fp8:  INT8 q k^T, E4M3 p v      recipe fp16: INT8 q k^T, FP16 p v, FP32 sums
+ * Non-finite inputs: a NaN or Inf in q makes its row NaN; in k, every row of the tiles that see it; a NaN in v,
+ * its channel in those tiles; an Inf in v, its channel of that head.
+ */
+#ifndef SAGE2_H
+#define SAGE2_H
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#define SAGE2_API __attribute__((visibility("default")))
+
+#define SAGE2_VERSION 1
+
+enum { SAGE2_OK = 0, SAGE2_ERR_ARGUMENT = 1, SAGE2_ERR_UNSUPPORTED = 2, SAGE2_ERR_WORKSPACE = 3, SAGE2_ERR_DEVICE = 4, SAGE2_ERR_CUDA = 5 };
+enum { SAGE2_FP16 = 0, SAGE2_BF16 = 1 };
+enum { SAGE2_PV_FP8 = 0, SAGE2_PV_FP16 = 1 };
+enum {
+  SAGE2_CAUSAL = 1,        /* row i sees key j where j <= i + kv_len - q_len (the item's own kv length) */
+  SAGE2_TOP_LEFT = 2,      /* with SAGE2_CAUSAL: j <= i instead */
+  SAGE2_SMOOTH_V = 4,      /* quantize V minus a per-channel vector, add it back to the output */
+  SAGE2_NO_SMOOTH_K = 8    /* for experiments: K keeps its mean */
+};
+
+/* Strides count elements: batch, head, token; the last dimension is contiguous. Strides of dimensions of size 1 are ignored.
+ * Pointers need the alignment of their element only; 16-byte aligned rows are faster. */
+typedef struct Sage2Args {
+  uint32_t size;                 /* sizeof(Sage2Args) */
+  uint32_t flags;
+  int32_t device, dtype, recipe;
+  int32_t batch, heads, kv_heads, q_len, kv_len, head_dim;
+  float scale;                   /* of the softmax, before any log2(e) */
+  const void *q, *k, *v;         /* [batch, heads, q_len, head_dim], [batch, kv_heads, kv_len, head_dim] */
+  void *out;                     /* as q, same dtype */
+  float *lse;                    /* [batch, heads, q_len] contiguous, natural log of the sum of exp of the true scaled scores; or null */
+  const int32_t *kv_lens;        /* on the device, [batch]: item b sees keys [0, kv_lens[b]); or null */
+  void *workspace;               /* 256-byte aligned */
+  size_t workspace_bytes;
+  void *stream;                  /* cudaStream_t */
+  int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];
+} Sage2Args;
+
+SAGE2_API int sage2_version(void);
+/* Compute capabilities the library holds code for, e.g. 90; returns how many, writes at most `capacity`. */
+SAGE2_API int sage2_architectures(int *out, int capacity);
+/* Message of this thread's last failed call. */
+SAGE2_API const char *sage2_last_error(void);
+/* Bytes of workspace for these shapes, recipe and lengths (pointers and strides are not looked at); 0 for invalid arguments. */
+SAGE2_API size_t sage2_workspace_bytes(const Sage2Args *args);
+/* Loads the kernels on the current device; optional, the first call does it. */
+SAGE2_API int sage2_load(void);
+
+/* K and V -> workspace. */
+SAGE2_API int sage2_prepare(const Sage2Args *args);
+/* Attention against a workspace that sage2_prepare filled with the same shapes. */
+SAGE2_API int sage2_forward(const Sage2Args *args);
+SAGE2_API int sage2_prepare_and_forward(const Sage2Args *args);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

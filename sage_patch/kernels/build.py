@@ -1,0 +1,203 @@
+"""Builds the CUDA library from the packaged sources, once per content, and finds a built one.
+
+No torch, no Python ABI: plain nvcc objects linked into one shared library with the static CUDA runtime.
+A prebuilt `libsage2*.so` beside this file is preferred. Otherwise the library is built into a user cache
+under a name that hashes sources, flags and compiler; a file lock makes several processes build once, and an
+atomic rename makes the result appear whole or not at all.
+
+The build refuses machine code that is slower than it looks: register spills, local memory, or tensor-core
+instructions that ptxas had to serialize.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+UNITS = ("quantize.cu", "fwd_sm90.cu", "api.cu")
+# What each architecture of a build asks for; the key is what users and error messages say.
+ARCHITECTURES = {"90": "arch=compute_90a,code=sm_90a"}
+FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL")
+_SERIALIZED = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7519")
+
+
+class BuildError(RuntimeError):
+    """The library could not be built; the message says what was asked for, what was found, and what to do."""
+
+
+def source_dir() -> Path:
+    """Where the CUDA sources are: inside an installed package, or at the root of a checkout."""
+    for path in (HERE / "cuda_kernels", HERE.parents[1] / "cuda_kernels"):
+        if (path / "sage2.h").is_file():
+            return path
+    raise BuildError(
+        f"the CUDA sources are missing: looked for sage2.h in {HERE / 'cuda_kernels'} and "
+        f"{HERE.parents[1] / 'cuda_kernels'}; reinstall the package"
+    )
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "sage_patch"
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of $CUDA_HOME, of the PATH, of the usual install location, or of the pip packages of this Python."""
+    homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
+    candidates = [Path(h) / "bin" / "nvcc" for h in homes]
+    on_path = shutil.which("nvcc")
+    if on_path:
+        candidates.append(Path(on_path))
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    for entry in sys.path:
+        candidates.extend(sorted(Path(entry or ".").glob("nvidia/cu*/bin/nvcc"), reverse=True))
+    return next((c for c in candidates if c.is_file() and os.access(c, os.X_OK)), None)
+
+
+def find_ninja() -> Path | None:
+    found = shutil.which("ninja")
+    if found:
+        return Path(found)
+    with contextlib.suppress(ImportError):
+        import ninja
+
+        path = Path(ninja.BIN_DIR) / "ninja"
+        if path.is_file():
+            return path
+    return None
+
+
+def nvcc_version(nvcc: Path) -> str:
+    out = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"V(\d+\.\d+\.\d+)", out)
+    return found.group(1) if found else out.strip()
+
+
+def prebuilt() -> Path | None:
+    return next(iter(sorted(HERE.glob("libsage2*.so"))), None)
+
+
+def _check_architectures(architectures: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(
+        dict.fromkeys(a.lower().removeprefix("sm_").removesuffix("a").replace(".", "") for a in architectures)
+    )
+    unknown = [n for n in names if n not in ARCHITECTURES]
+    if not names or unknown:
+        raise BuildError(
+            f"cannot build for architecture {', '.join(unknown) or '(none)'}: kernels exist for "
+            f"{', '.join('sm_' + a + 'a' for a in ARCHITECTURES)}"
+        )
+    return names
+
+
+def content_key(architectures: Sequence[str], version: str) -> str:
+    digest = hashlib.sha256(repr((tuple(architectures), FLAGS, LINK_FLAGS, version)).encode())
+    for path in sorted(source_dir().iterdir()):
+        if path.suffix in (".cu", ".cuh", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def check_log(log: str) -> list[str]:
+    """What ptxas reported that must not ship: spills, local memory, serialized tensor-core instructions."""
+    bad = []
+    name = "?"
+    for line in log.splitlines():
+        entry = re.search(r"(?:Compiling entry function|Function properties for) '?(\w+)", line)
+        if entry:
+            name = entry.group(1)
+        memory = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line)
+        if memory and any(int(g) for g in memory.groups()):
+            bad.append(f"{name}: {memory.group(0)}")
+        bad.extend(line.strip() for code in _SERIALIZED if code in line)
+    return bad
+
+
+def _ninja_file(nvcc: Path, sources: Path, architectures: Sequence[str], output: str) -> str:
+    targets = " ".join(f"-gencode={ARCHITECTURES[a]}" for a in architectures)
+    lines = [
+        "ninja_required_version = 1.5",
+        f"rule compile\n  command = {nvcc} -c {targets} {' '.join(FLAGS)} $in -o $out",
+        f"rule link\n  command = {nvcc} {targets} {' '.join(LINK_FLAGS)} $in -o $out",
+    ]
+    lines += [f"build {u}.o: compile {str(sources / u).replace(' ', '$ ')}" for u in UNITS]
+    lines.append(f"build {output}: link {' '.join(u + '.o' for u in UNITS)}")
+    return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def build(architectures: Sequence[str] = ("90",), out: Path | str | None = None) -> Path:
+    """Build (or find in the cache) the library for these architectures. `out`: also copy it there."""
+    names = _check_architectures(architectures)
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError(
+            f"the kernels for {', '.join('sm_' + n for n in names)} must be compiled and no nvcc was found "
+            "(looked in $CUDA_HOME, $PATH, /usr/local/cuda and the nvidia packages of this Python). "
+            "Install the CUDA toolkit 13 (or 12.9), or a wheel that holds a prebuilt library, or use CPU."
+        )
+    ninja = find_ninja()
+    if ninja is None:
+        raise BuildError("the kernels must be compiled and ninja was not found: pip install ninja")
+    key = content_key(names, nvcc_version(nvcc))
+    cache = cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"libsage2-{key}.so"
+    if not library.is_file():
+        with _lock(cache / f"{key}.lock"):
+            if not library.is_file():  # another process may have built it while we waited
+                _build_locked(nvcc, ninja, names, cache, library)
+    if out is not None:
+        target = Path(out)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(f".{os.getpid()}.tmp")
+        shutil.copyfile(library, partial)
+        os.replace(partial, target)
+        return target
+    return library
+
+
+def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, library: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as tmp:
+        work = Path(tmp)
+        (work / "build.ninja").write_text(_ninja_file(nvcc, source_dir(), names, library.name))
+        run = subprocess.run([str(ninja), "-C", tmp, "-v"], capture_output=True, text=True)
+        log = run.stdout + run.stderr
+        (cache / f"{library.stem}.log").write_text(log)
+        if run.returncode != 0:
+            raise BuildError(
+                f"nvcc {nvcc} failed to build for {', '.join('sm_' + n for n in names)}; the end of its "
+                f"output (all of it: {cache / (library.stem + '.log')}):\n" + log[-3000:]
+            )
+        bad = check_log(log)
+        if bad:
+            raise BuildError(
+                "the compiler produced slow code (spills, local memory or serialized tensor-core "
+                f"instructions) with {nvcc}; use CUDA 13.0, which this source was tuned for:\n" + "\n".join(bad)
+            )
+        os.replace(work / library.name, library)
+
+
+def find_library(architectures: Sequence[str] = ("90",)) -> Path:
+    """The library to load: a prebuilt one, else the cached or freshly built one."""
+    return prebuilt() or build(architectures)

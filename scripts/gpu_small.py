@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Small calls that reach every path of the kernels, for compute-sanitizer; with --golden FILE also saves their results.
+
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/gpu_small.py
+python scripts/gpu_small.py --golden tests/kernels/golden.npz
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
+
+import kernel_mirror as mirror  # noqa: E402
+import kernel_oracle as oracle  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from sage_patch.kernels import library  # noqa: E402
+
+
+def tensors(d: int, n: int, kn: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """batch 1, 2 query heads on 1 kv head; a K bias and a V offset so that smoothing has something to do."""
+    gen = torch.Generator().manual_seed(d + n)
+    q, k, v = (torch.randn(1, h, m, d, generator=gen) for h, m in ((2, n), (1, kn), (1, kn)))
+    k[..., 3] += 5
+    v[..., 1] += 3
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser()
+    ap.add_argument("--golden", default="")
+    args = ap.parse_args()
+    saved: dict[str, np.ndarray] = {}
+    bad = 0
+    for d, n, kn in ((64, 70, 200), (128, 70, 300), (40, 300, 130), (128, 1, 1)):
+        host = tensors(d, n, kn, torch.float16 if d == 64 else torch.bfloat16)
+        for name, x in zip("qkv", host, strict=True):
+            saved[f"{d}.{n}.{name}"] = x.view(torch.int16).numpy()
+        for recipe in library.RECIPES:
+            for causal in (False, True):
+                for shift in (0, 1):  # 1: rows that are not 16-byte aligned
+                    q, k, v = (torch.cat([x.flatten()[:shift], x.flatten()]).cuda()[shift:].view(x.shape) for x in host)
+                    call = library.make_call(q, k, v, scale=d**-0.5, is_causal=causal, recipe=recipe, return_lse=True)
+                    call.run()
+                    ref, _ = oracle.attention(q, k, v, d**-0.5, causal=causal)
+                    e = oracle.errors(call.out, ref)
+                    bad += not oracle.acceptable(e, recipe)
+                    print(d, n, kn, recipe, causal, shift, e, flush=True)
+                key = f"{d}.{n}.{recipe}.{int(causal)}"
+                saved[f"{key}.out"], saved[f"{key}.lse"] = (
+                    call.out.cpu().view(torch.int16).numpy(),
+                    call.lse.cpu().numpy(),
+                )
+            got = mirror.from_workspace(
+                call.workspace, 1, math.ceil(kn / 128), 64 if d <= 64 else 128, recipe == "qk_int8_pv_fp16"
+            )
+            for name, x in vars(got).items():
+                saved[f"{d}.{n}.{recipe}.{name}"] = x.numpy()
+    lens = torch.tensor([5, 0, 77], dtype=torch.int32, device="cuda")
+    x = torch.randn(3, 2, 77, 64, device="cuda").bfloat16()
+    library.forward(x, x, x, scale=0.1, kv_lens=lens, is_causal=True, return_lse=True)
+    torch.cuda.synchronize()
+    if args.golden:
+        np.savez_compressed(args.golden, **saved)
+    print("bad", bad)
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

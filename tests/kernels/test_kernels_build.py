@@ -1,0 +1,153 @@
+"""The build, without a GPU: nothing spills or serializes, the machine code holds the instructions it should, and no more."""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sage_patch.kernels import build, library
+
+NEEDS_NVCC = pytest.mark.skipif(build.find_nvcc() is None or build.find_ninja() is None, reason="no nvcc or no ninja")
+# Instructions of the main loop (one 64 x 128 tile): budget and expected tensor-core instructions.
+LOOPS = {
+    (128, 0): (440, {"IGMMA.64x128x32": 4, "QGMMA.64x136x32": 4}),
+    (64, 0): (400, {"IGMMA.64x128x32": 2, "QGMMA.64x72x32": 4}),
+    (128, 1): (520, {"IGMMA.64x128x32": 4, "HGMMA.64x128x16": 8}),
+    (64, 1): (480, {"IGMMA.64x128x32": 2, "HGMMA.64x64x16": 8}),
+}
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    return build.build()                    # raises on spills, local memory and serialized tensor-core instructions
+
+
+def cuobjdump() -> str | None:
+    found = shutil.which("cuobjdump")
+    candidates = [p for entry in sys.path for p in Path(entry or ".").glob("nvidia/cu*/bin/cuobjdump")]
+    return found or next((str(p) for p in candidates), None)
+
+
+@NEEDS_NVCC
+def test_builds_once_and_loads(built: Path, tmp_path: Path) -> None:
+    before = built.stat().st_mtime_ns
+    assert build.build() == built and built.stat().st_mtime_ns == before
+    assert build.build(["sm_90a"]) == built
+    copy = build.build(out=tmp_path / "dist" / "libsage2.so")
+    assert copy.read_bytes() == built.read_bytes()
+    assert library.load().sage2_version() == 1 and library.architectures() == ["9.0"]
+
+
+@NEEDS_NVCC
+def test_exports_only_the_contract(built: Path) -> None:
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("no nm")
+    out = subprocess.run([nm, "-D", "--defined-only", str(built)], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in out.splitlines()}
+    header = (build.source_dir() / "sage2.h").read_text()
+    assert names == set(re.findall(r"^SAGE2_API .*?(\w+)\(", header, re.MULTILINE))
+
+
+def _build_in(cache: str) -> str:
+    import os
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    return str(build.build())
+
+
+@NEEDS_NVCC
+def test_processes_build_once(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes, an empty cache; the compiler is a stub that counts its runs."""
+    stub = tmp_path / "bin" / "nvcc"
+    stub.parent.mkdir()
+    stub.write_text(f"""#!/bin/sh
+if [ "$1" = --version ]; then echo "release 0.0, V0.0.1"; exit; fi
+echo run >> {tmp_path}/runs
+while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done
+sleep 0.2
+echo x > "$out"
+""")
+    stub.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        paths = pool.map(_build_in, [str(tmp_path / "cache")] * 3)
+    assert len(set(paths)) == 1 and Path(paths[0]).is_file()
+    assert (tmp_path / "runs").read_text().count("run") == len(build.UNITS) + 1
+
+
+def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(build.BuildError, match="architecture 75.*sm_90a"):
+        build.build(["sm_75"])
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(build.BuildError, match="nvcc was found.*Install"):
+        build.build()
+
+
+def test_log_gate() -> None:
+    assert build.check_log("ptxas info    : Function properties for f\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n") == []
+    bad = build.check_log("ptxas info    : Function properties for f\n    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
+                          "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n")
+    assert len(bad) == 2 and "f:" in bad[0] and "C7510" in bad[1]
+
+
+def test_packed_arguments_have_the_size_of_the_struct(tmp_path: Path) -> None:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "size.c").write_text(f'#include <stdio.h>\n#include "{build.source_dir()}/sage2.h"\nint main(void) {{ printf("%zu", sizeof(Sage2Args)); }}')
+    subprocess.run([compiler, "size.c", "-o", "size"], cwd=tmp_path, check=True)
+    assert int(subprocess.run([tmp_path / "size"], capture_output=True, text=True, check=True).stdout) == library._ARGS.size
+
+
+@NEEDS_NVCC
+def test_workspace_and_refusals(built: Path) -> None:
+    for recipe, per_channel in ((0, 2), (1, 3)):
+        size = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, recipe)
+        images = 4 * 8 * 4096 * 128 * per_channel
+        assert images <= size <= images + (1 << 20)
+    for shape, message in (((1, 2, 2, 4, 4, 129, 0), "head_dim 129"), ((1, 3, 2, 4, 4, 64, 0), "multiple of kv_heads"), ((0, 2, 2, 4, 4, 64, 0), "positive")):
+        with pytest.raises((ValueError, library.UnsupportedCall), match=message):
+            library.workspace_bytes(*shape)
+
+
+@NEEDS_NVCC
+def test_machine_code(built: Path) -> None:
+    tool = cuobjdump()
+    if tool is None:
+        pytest.skip("no cuobjdump (pip install nvidia-cuda-cuobjdump)")
+    sass = subprocess.run([tool, "-sass", str(built)], capture_output=True, text=True, check=True).stdout
+    seen = set()
+    for function in sass.split("Function : ")[1:]:
+        code = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\*", function)]
+        assert not [t for _, t in code if re.match(r"(@!?U?P\d+ )?(LDL|STL)\b", t)], "local memory"
+        name = re.search(r"attentionILi(\d+)ELb(\d)", function[:300])
+        if name is None:
+            assert not [t for _, t in code if "GMMA" in t]
+            continue
+        key = (int(name[1]), int(name[2]))
+        seen.add(key)
+        assert not [t for _, t in code if re.search(r"\b[IHQ]MMA\.", t)], "a tensor-core instruction of an older family"
+        index = {a: i for i, (a, _) in enumerate(code)}
+        loops = []
+        for i, (address, text) in enumerate(code):
+            jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
+            if jump and int(jump[1], 16) < address and int(jump[1], 16) in index:
+                body = [t for _, t in code[index[int(jump[1], 16)]:i + 1]]
+                if any("IGMMA" in t for t in body):
+                    loops.append(body)
+        body = min(loops, key=len)
+        budget, expected = LOOPS[key]
+        assert len(body) <= budget, f"main loop of {key}: {len(body)} instructions, budget {budget}"
+        counts = collections.Counter(m[0] for t in body for m in [re.search(r"[IQH]GMMA\.\d+x\d+x\d+", t)] if m)
+        assert dict(counts) == expected
+        assert sum("VIMNMX3" in t for t in body) >= 28 and sum("MUFU.EX2" in t for t in body) == 66
+    assert seen == set(LOOPS)
