@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
     return {
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "cuda": {"version": torch.version.cuda, "devices": [_cuda_device(i) for i in range(torch.cuda.device_count())]},
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("SAGE_PATCH_")},
