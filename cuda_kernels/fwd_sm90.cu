@@ -10,13 +10,14 @@
 //        13 bits and truncates. The row sum is one more output column: eight rows of ones under V^T (N = 136 or 72).
 //   FP16: P V accumulates in O directly and O is rescaled only when a row maximum moves by more than the slack.
 // Shared memory, dim 128 FP8 / FP16: Q 2 x 24 KB, K 2 x 16 KB, V 2 x 17 / 32 KB, O staging 51 KB,
-// arriving Q 24 KB, scales: 192 / 222 KB.
+// arriving Q 24 KB: 189 + 3 / 219 + 3 KB.
 #include <type_traits>
-#include "int8.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "ptx.cuh"
+#include "query.cuh"
 #include "softmax.cuh"
+#include "tile.cuh"
 
 namespace sage2 {
 namespace {
@@ -25,9 +26,6 @@ constexpr int kFeederRegisters = 32;
 constexpr int kL2Group = 20 << 20;           // causal: heads whose K and V images fit here run interleaved
 
 constexpr int align1k(int x) { return (x + 1023) / 1024 * 1024; }
-
-SAGE2_DEV int thread_index() { int t; asm volatile("mov.u32 %0,%%tid.x;" : "=r"(t)); return t; }      // read again, not kept
-SAGE2_DEV int uniform(int x) { return (int)__reduce_or_sync(~0u, (unsigned)x); }   // tells the compiler that a warp agrees on x
 
 template<int DIM, bool FP16> struct Layout {
   static constexpr int consumers = DIM == 64 && !FP16 ? 4 : 3, rows = 64 * consumers, threads = 128 * (consumers + 1);
@@ -42,8 +40,7 @@ template<int DIM, bool FP16> struct Layout {
   static constexpr int at_q = 0, at_k = at_q + 2 * consumers * q, at_v = at_k + stages * k;
   static constexpr int raw = 32 * DIM * 2;               // one warp's landing place for 16-bit Q rows
   static constexpr int at_out = at_v + stages * v_stage, at_raw = at_out + rows * out_pitch;
-  static constexpr int at_scale = at_raw + 3 * raw;
-  static constexpr int at_q_scale = at_scale + stages * 16, at_q_dot = at_q_scale + 2 * rows * 4;
+  static constexpr int at_q_scale = at_raw + 3 * raw, at_q_dot = at_q_scale + 2 * rows * 4;
   static constexpr int at_slot = at_q_dot + 2 * rows * 4, at_limits = at_slot + 16;
   static constexpr int at_barrier = at_limits + 8 * 4 * consumers;
   static constexpr int bytes = at_barrier + 8 * (7 + 2 * consumers + 4 * stages);
@@ -56,128 +53,6 @@ template<int STAGES, int CONSUMERS> struct Barriers {                     // add
       : tile_full(at), q_full(at + 16), q_empty(q_full + 16 * CONSUMERS), raw_full(q_empty + 16), k_full(raw_full + 24),
         k_empty(k_full + 8 * STAGES), v_full(k_empty + 8 * STAGES), v_empty(v_full + 8 * STAGES) {}
 };
-
-// ------------------------------------------------------------------ which tile
-struct Tile { int b, h, kv_head, row0, keys, offset; };
-template<int ROWS> SAGE2_DEV Tile decode(const Params &p, int t) {     // ROWS: of a CTA's tile
-  // Longest first inside a group of heads that share L2; the last group may be smaller. Non-causal: group = 1.
-  const int g = t / (p.group * p.q_tiles), r = t - g * p.group * p.q_tiles;
-  const int heads = min(p.group, p.batch * p.heads - g * p.group);
-  const int bh = g * p.group + r % heads, b = bh / p.heads, h = bh - b * p.heads;
-  const int keys = p.kv_lens ? min(max(__ldg(p.kv_lens + b), 0), p.kv_len) : p.kv_len;
-  const int offset = !p.causal ? kNoCausalOffset : p.top_left ? 0 : keys - p.q_len;
-  return {b, h, b * p.kv_heads + h / p.heads_per_kv, (p.q_tiles - 1 - r / heads) * ROWS, keys, offset};
-}
-template<int ROWS> SAGE2_DEV int key_tiles(const Params &p, const Tile &t) {     // of the whole CTA; the ring runs from the last to the first
-  return tile_span(t.row0, min(t.row0 + ROWS, p.q_len) - 1, p.q_len, t.keys, t.offset).seen;
-}
-
-// ------------------------------------------------------------------ Q
-SAGE2_DEV int row_slot(int row) { return (row & ~15) | (row & 7) * 2 | (row >> 3 & 1); }   // rows r and r + 8 side by side
-struct QBuffer { uint32_t q, scale, dot; };                    // addresses: INT8 rows, their scales, their dots with K's mean
-
-template<int DIM> SAGE2_DEV void store_q(const QBuffer &to, int row, int channel, const uint4 &x, bool bf16, float inverse) {
-  float f[8];
-  widen(x, bf16, f);
-  store_shared2(to.q + row / 64 * (64 * DIM) + swizzle(row % 64, channel, DIM), pack_s8(f[0], f[1], f[2], f[3], inverse), pack_s8(f[4], f[5], f[6], f[7], inverse));
-}
-SAGE2_DEV float dot8(const uint4 &x, bool bf16, const float *mean, float sum) {     // with K's mean: what smoothing took from the logits
-  float f[8];
-  widen(x, bf16, f);
-  #pragma unroll
-  for (int e = 0; e < 8; e++) sum = fmaf(f[e], __ldg(mean + e), sum);
-  return sum;
-}
-SAGE2_DEV const uint16_t *q_row(const Params &p, const Tile &t, int row) {
-  return p.q.data + t.b * p.q.batch + t.h * p.q.head + (int64_t)(t.row0 + row) * p.q.token;
-}
-template<int DIM> SAGE2_DEV const float *k_mean(const Params &p, const Tile &t) { return p.images.k_mean + (int64_t)t.kv_head * DIM; }
-
-// Straight from memory: 16 rows of a CTA's first tile, which nothing can hide. DIM / 8 lanes hold a row, 8 channels each.
-template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int first, const QBuffer &to) {
-  constexpr int kLanes = DIM / 8, kPass = 32 / kLanes;         // lanes of a row, rows of a pass
-  const int lane = threadIdx.x & 31, channel = lane % kLanes * 8;
-  #pragma unroll 1
-  for (int part = 0; part < 16; part += 4 * kPass) {
-    uint4 x[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = first + part + i * kPass + lane / kLanes;
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (t.row0 + row < p.q_len) x[i] = load_channels(q_row(p, t, row), channel, p.head_dim, p.q.vector);
-    }
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = first + part + i * kPass + lane / kLanes;
-      uint32_t top = max_magnitude(0, x[i]);
-      #pragma unroll
-      for (int s = 1; s < kLanes; s *= 2) top = max_magnitude(top, __shfl_xor_sync(~0u, top, s));
-      const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));
-      store_q<DIM>(to, row, channel, x[i], p.bf16, s8.inverse);
-      if (channel == 0) store_shared(to.scale + 4 * row_slot(row), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
-      if (p.lse) {
-        float dot = dot8(x[i], p.bf16, k_mean<DIM>(p, t) + channel, 0.f);
-        #pragma unroll
-        for (int s = 1; s < kLanes; s *= 2) dot += __shfl_xor_sync(~0u, dot, s);
-        if (channel == 0) store_shared(to.dot + 4 * row_slot(row), __float_as_uint(dot * p.scale));
-      }
-    }
-  }
-  async_proxy_fence();                                         // wgmma reads what plain stores wrote
-  __syncwarp();
-}
-// Behind the consumers' backs, with few registers: 64 rows by one warp, through `raw`, 32 at a time. A lane finds the
-// scale of a whole row by itself (no shuffles), then the warp quantizes row by row.
-template<int DIM>
-SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t raw, uint32_t raw_full, int &parity, const QBuffer &to) {
-  constexpr int kChunks = DIM / 8, kPass = 32 / kChunks;
-  const int lane = thread_index() & 31;
-  const uint16_t *src = q_row(p, t, first);
-  const float *mean = k_mean<DIM>(p, t);
-  int left = uniform(p.q_len - t.row0 - first);                // rows that exist, from src on
-  #pragma unroll 1
-  for (int part = first; part < first + 64; part += 32, left -= 32, src += 32 * p.q.token) {
-    __syncwarp();                                              // every lane has read the rows before
-    if (!p.q.vector) {
-      const uint16_t *from = src + lane;
-      #pragma unroll 1
-      for (int i = 0; i < min(left, 32); i++, from += p.q.token)
-        #pragma unroll
-        for (int d = 0; d < DIM; d += 32)
-          if (d + lane < p.head_dim) store_shared16(raw + (i * DIM + d + lane) * 2, __ldg(from + d));
-      __syncwarp();
-    } else if (left > 0) {
-      if (lane == 0) barrier_expect(raw_full, min(left, 32) * p.head_dim * 2);
-      __syncwarp();
-      if (lane < left) bulk_load(raw + lane * DIM * 2, src + lane * p.q.token, p.head_dim * 2, raw_full);
-      barrier_wait(raw_full, parity);
-      parity ^= 1;
-    }
-    auto chunk = [&](int row, int channel) {
-      uint4 x = load_shared4(raw + (row * DIM + channel) * 2);
-      return channel + 8 > p.head_dim ? keep_channels(x, p.head_dim - channel) : x;
-    };
-    uint32_t top = 0;
-    float dot = 0.f;
-    if (lane < left) {
-      #pragma unroll 4
-      for (int i = 0; i < kChunks; i++) top = max_magnitude(top, chunk(lane, (i + lane) % kChunks * 8));     // rotated: no bank conflicts
-      if (p.lse)
-        #pragma unroll 1
-        for (int i = 0; i < kChunks; i++) dot = dot8(chunk(lane, (i + lane) % kChunks * 8), p.bf16, mean + (i + lane) % kChunks * 8, dot);
-    }
-    const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));           // no such row: scale and inverse are zero
-    store_shared(to.scale + 4 * row_slot(part + lane), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
-    store_shared(to.dot + 4 * row_slot(part + lane), __float_as_uint(dot * p.scale));
-    #pragma unroll 2
-    for (int i = 0; i < 32; i += kPass) {
-      const int row = i + lane / kChunks, channel = lane % kChunks * 8;
-      store_q<DIM>(to, part + row, channel, chunk(row, channel), p.bf16, __shfl_sync(~0u, s8.inverse, row));
-    }
-  }
-  async_proxy_fence();
-  __syncwarp();
-}
 
 // ------------------------------------------------------------------ the two matrix products
 template<int DIM> SAGE2_DEV void scores(int (&S)[64], uint32_t q, uint32_t k) {
@@ -249,9 +124,8 @@ __global__ void __launch_bounds__(Layout<DIM, FP16>::threads, 1) attention(const
           if (i < tiles) {
             const int64_t block = (int64_t)tile.kv_head * p.blocks + (tiles - 1 - i);
             barrier_wait(bar.k_empty + 8 * stage, parity);
-            barrier_expect(bar.k_full + 8 * stage, L::k + 16);
+            barrier_expect(bar.k_full + 8 * stage, L::k);
             bulk_load(s0 + L::at_k + stage * L::k, p.images.k + block * L::k, L::k, bar.k_full + 8 * stage);
-            bulk_load(s0 + L::at_scale + stage * 16, p.images.k_scale + block * kScaleGroups, 16, bar.k_full + 8 * stage);
             barrier_wait(bar.v_empty + 8 * stage, parity);
             barrier_expect(bar.v_full + 8 * stage, L::v);
             bulk_load(s0 + L::at_v + stage * L::v_stage, p.images.v + block * L::v, L::v, bar.v_full + 8 * stage);
@@ -318,12 +192,14 @@ __global__ void __launch_bounds__(Layout<DIM, FP16>::threads, 1) attention(const
     for (int i = 0; i < kOut; i++) O[i] = 0.f;
     {
       int end, end_masked, end_dead;                           // turns
+      const float *k_scales;                                   // of this head's key tiles, four each
       const uint32_t limits = s0 + L::at_limits + 8 * (4 * w + warp);            // (keys, newest key our first row may see): kept in memory
       {
         const Tile tile = decode<L::rows>(p, t);
         const TileSpan span = tile_span(tile.row0 + 64 * w, tile.row0 + 64 * w + 63, p.q_len, tile.keys, tile.offset);
         const int tiles = uniform(key_tiles<L::rows>(p, tile));
         end = turn + tiles, end_masked = end - uniform(span.full), end_dead = end - min(uniform(span.seen), tiles);
+        k_scales = p.images.k_scale + (int64_t)uniform(tile.kv_head) * p.blocks * kScaleGroups;
         store_shared2(limits, tile.keys, tile.row0 + 64 * w + tile.offset);    // every lane the same
         __syncwarp();
       }
@@ -336,16 +212,15 @@ __global__ void __launch_bounds__(Layout<DIM, FP16>::threads, 1) attention(const
         constexpr int kToKEmpty = 8 * L::stages, kToVFull = 16 * L::stages, kToVEmpty = 24 * L::stages;
         int S[64];
         barrier_wait(ring, parity);
+        const float k_scale = __ldg(k_scales + (end - 1 - turn) * kScaleGroups + (thread_index() & 3));
         my_turn();
         scores<DIM>(S, desc_q, desc_k + stage * (L::k / 16));
         pass_turn();
-        // Scales are fetched here each time: registers are short, and loads that everything below needs also keep the
-        // compiler from moving the softmax above the hand-over.
-        const int tid = thread_index();
-        const float k_scale = load_shared(s0 + L::at_scale + stage * 16 + (tid & 3) * 4);
-        const float2 q_scale = load_shared2(at_rows + (tid & 0x7C) * 2);
-        __syncwarp();                                          // every lane has its scale before the stage is given back
         barrier_arrive_warp(ring + kToKEmpty);
+        // Fetched here each time: registers are short, and a load that everything below needs also keeps the compiler
+        // from moving the softmax above the hand-over.
+        const int tid = thread_index();
+        const float2 q_scale = load_shared2(at_rows + (tid & 0x7C) * 2);
         if (kMasked) {
           const int first = (end - 1 - turn) * kTileTokens, keys = load_shared_int(limits);
           const int mine = load_shared_int(limits + 4) + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
@@ -458,8 +333,8 @@ cudaError_t launch_forward_sm90(Params &p, int sm_count, bool overlap, cudaStrea
   p.q_tiles = (p.q_len + e.rows - 1) / e.rows;
   p.total = p.batch * p.heads * p.q_tiles;
   const size_t head_bytes = (k_image_bytes(dim) + v_image_bytes(dim, p.fp16_pv)) * p.blocks;
-  const size_t fit = kL2Group / (head_bytes ? head_bytes : 1);
-  p.group = !p.causal ? 1 : (int)(fit < 1 ? 1 : fit > 4096 ? 4096 : fit) * p.heads_per_kv;
+  const size_t fit = kL2Group / (head_bytes ? head_bytes : 1), kv_heads = (size_t)p.batch * p.kv_heads;
+  p.group = !p.causal ? 1 : (int)(fit < 1 ? 1 : fit > kv_heads ? kv_heads : fit) * p.heads_per_kv;
   cudaLaunchConfig_t cfg = {};
   cfg.gridDim = dim3(p.total < sm_count ? p.total : sm_count), cfg.blockDim = dim3(e.threads);
   cfg.dynamicSmemBytes = e.smem, cfg.stream = stream;

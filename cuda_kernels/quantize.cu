@@ -9,8 +9,8 @@
 //   2. K images, and the largest |V - mean| of each channel over all visible tokens, combined through the cluster. As many
 //      V blocks as fit stay in shared memory; the others are read again.
 //   3. V images.
-// Images are written straight from registers, whole 32-byte sectors at a time. Memory bound: 512 threads with eight
-// 16-byte loads in flight each, two CTAs an SM: 64 registers, at most 113 KB shared memory.
+// Images are written straight from registers, whole 32-byte sectors at a time. Memory bound: 512 threads with four 16-byte
+// loads in flight each while the next block comes into the L2; two CTAs an SM: 64 registers, at most 113 KB shared memory.
 #include "int8.cuh"
 #include "params.h"
 #include "ptx.cuh"

@@ -103,11 +103,16 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
 
 
 def choose(
-    recipe: Recipe, call: Call, limits: Limits, on_unsupported: str = "exact", exact_reason: str = "policy"
+    recipe: Recipe,
+    call: Call,
+    limits: Limits,
+    on_unsupported: str = "exact",
+    exact_reason: str = "policy",
+    site: str = "",
 ) -> tuple[Recipe, str]:
     """(recipe that will run, reason): the recipe asked for with an empty reason, or "exact" and why.
 
-    exact_reason: what is counted when "exact" itself was asked for. Raises UnsupportedCall where the recipe
+    exact_reason: what is counted when "exact" itself was asked for. site: named in the error. Raises UnsupportedCall where the recipe
     cannot run the call and `on_unsupported` is "error"; a call that is merely too short is never an error.
     """
     if recipe.is_exact:
@@ -116,8 +121,9 @@ def choose(
     if reason is None:
         return recipe, ""
     if on_unsupported == "error" and reason not in _NEVER_AN_ERROR:
+        place = f" at {site.partition('/')[2]}" if site else ""
         raise UnsupportedCall(
-            f"recipe {recipe.name!r} cannot run this call on {call.device}: {reason} "
+            f"recipe {recipe.name!r} cannot run this call{place} on {call.device}: {reason} "
             f"({call.num_heads} query and {call.num_kv_heads} kv heads, {call.q_len} queries, {call.kv_len} keys, "
             f'head_dim {call.head_dim}, {call.dtype}); use on_unsupported "exact", or the recipe "exact" here'
         )

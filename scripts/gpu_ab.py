@@ -3,8 +3,8 @@
 
     python scripts/gpu_ab.py LIB.so... [--shapes 128:0:8192,64:1:8192] [--recipe qk_int8_pv_fp8] [--rounds 5]
 
-A shape is head_dim:causal:length, B H as in gpu_check.py. Prints TOPS of the attention launch and of the whole call, and
-microseconds of the pre-processing; says where an output differs from the first library's.
+A shape is head_dim:causal:length, B H as in gpu_check.py. Prints TOPS of the attention launch and of the whole call,
+and microseconds of the pre-processing; says where an output differs from the first library's.
 """
 
 from __future__ import annotations

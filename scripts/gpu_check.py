@@ -5,7 +5,8 @@
 
 Timing: TOPS = 4 B H q kv D / t, halved for causal; random normal data; medians of CUDA-event times after a warm-up;
 the L2 is flushed before every launch below 8192 tokens; the output of each timed shape is checked in the same run
-(512 random rows against float64). `op` is everything from bf16 tensors to the output, `kernel` the attention launch alone.
+(512 random rows against float64). `op` is everything from bf16 tensors to the output, `kernel` the attention
+launch alone.
 B H as in the published tables: H = 32; B = 4 up to 8K, 2 at 16K, 1 at 32K.
 """
 
@@ -42,9 +43,9 @@ def median_ms(run: Callable[[], object], flush: torch.Tensor | None, budget_ms: 
     b.record()
     torch.cuda.synchronize()
     one = max(a.elapsed_time(b), 0.01)
-    for _ in range(min(200, int(budget_ms / 2 / one))):      # to the clock the work settles at
+    for _ in range(min(200, int(budget_ms / 2 / one))):  # to the clock the work settles at
         run()
-    reps = max(7, min(60, int(budget_ms / one)))
+    reps = max(11, min(60, int(budget_ms / one)))
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
     for a, b in pairs:
         if flush is not None:
@@ -82,6 +83,7 @@ def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> di
         def run() -> torch.Tensor:
             with sdpa_kernel(backend):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
         return run
 
     found = {"sdpa_fa2": sdpa(SDPBackend.FLASH_ATTENTION), "sdpa_cudnn": sdpa(SDPBackend.CUDNN_ATTENTION)}
@@ -93,18 +95,30 @@ def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> di
     fp8 = [x.to(torch.float8_e4m3fn) for x in nhd]
     scale = torch.ones(q.shape[0], q.shape[1], device=q.device)
     found["fa3_bf16"] = lambda: fa3.flash_attn_func(*nhd, causal=causal)
-    found["fa3_fp8_kernel"] = lambda: fa3.flash_attn_func(*fp8, causal=causal, q_descale=scale, k_descale=scale, v_descale=scale)
+    found["fa3_fp8_kernel"] = lambda: fa3.flash_attn_func(
+        *fp8, causal=causal, q_descale=scale, k_descale=scale, v_descale=scale
+    )
     return found
 
 
-def time_shape(d: int, causal: bool, n: int, recipes: list[str], with_peers: bool, flush: torch.Tensor) -> dict[str, object]:
+def time_shape(
+    d: int, causal: bool, n: int, recipes: list[str], with_peers: bool, flush: torch.Tensor
+) -> dict[str, object]:
     from sage_patch.kernels import library
 
     b = {16384: 2, 32768: 1}.get(n, 4)
     gen = torch.Generator("cuda").manual_seed(n)
     q, k, v = (torch.randn(b, HEADS, n, d, generator=gen, device="cuda").bfloat16() for _ in range(3))
     work = 4.0 * b * HEADS * n * n * d / (2 if causal else 1) / 1e9
-    row: dict[str, object] = {"head_dim": d, "is_causal": causal, "q_len": n, "kv_len": n, "batch": b, "num_heads": HEADS, "num_kv_heads": HEADS}
+    row: dict[str, object] = {
+        "head_dim": d,
+        "is_causal": causal,
+        "q_len": n,
+        "kv_len": n,
+        "batch": b,
+        "num_heads": HEADS,
+        "num_kv_heads": HEADS,
+    }
     l2 = flush if n < 8192 else None
     scale = 1 / math.sqrt(d)
     for recipe in recipes:
@@ -112,7 +126,9 @@ def time_shape(d: int, causal: bool, n: int, recipes: list[str], with_peers: boo
         call = library.make_call(q, k, v, scale=scale, is_causal=causal, recipe=recipe)
         call.prepare()
         row[f"{tag}_kernel"] = work / median_ms(call.forward, l2)
-        row[f"{tag}_op"] = work / median_ms(lambda r=recipe: library.forward(q, k, v, scale=scale, is_causal=causal, recipe=r), l2)
+        row[f"{tag}_op"] = work / median_ms(
+            lambda r=recipe: library.forward(q, k, v, scale=scale, is_causal=causal, recipe=r), l2
+        )
         if os.environ.get("SAGE2_EXPERIMENT"):
             row[f"{tag}_op_separate"] = work / median_ms(lambda c=call: (c.prepare(), c.forward()), l2)
             row[f"{tag}_op_prealloc"] = work / median_ms(call.run, l2)
@@ -131,12 +147,15 @@ def time_shape(d: int, causal: bool, n: int, recipes: list[str], with_peers: boo
 def smoke() -> None:
     """A few small calls with their errors, so that a broken kernel shows before the tests do."""
     import kernel_oracle as oracle
+
     from sage_patch.kernels import library
 
-    for d, n, causal, recipe in [(d, n, c, r) for d in (128, 64) for r in library.RECIPES for n, c in ((192, False), (640, False), (1000, True))]:
+    for d, n, causal, recipe in [
+        (d, n, c, r) for d in (128, 64) for r in library.RECIPES for n, c in ((192, False), (640, False), (1000, True))
+    ]:
         q, k, v = (torch.randn(1, 2, n, d, device="cuda").bfloat16() for _ in range(3))
-        out, lse = library.forward(q, k, v, scale=d ** -0.5, is_causal=causal, recipe=recipe, return_lse=True)
-        ref, ref_lse = oracle.attention(q, k, v, d ** -0.5, causal=causal)
+        out, lse = library.forward(q, k, v, scale=d**-0.5, is_causal=causal, recipe=recipe, return_lse=True)
+        ref, ref_lse = oracle.attention(q, k, v, d**-0.5, causal=causal)
         torch.cuda.synchronize()
         print(d, n, causal, recipe, oracle.errors(out, ref), "lse", float((lse - ref_lse).abs().max()), flush=True)
 
@@ -160,10 +179,14 @@ def host_cost_us() -> dict[str, float]:
             times.append((time.perf_counter() - t) / 5 * 1e6)
         return sorted(times)[100]
 
-    return {"forward": measure(lambda: library.forward(q, k, v, scale=0.125)), "c_call": measure(call.run),
-            "pack": measure(lambda: library.make_call(q, k, v, scale=0.125)),
-            "torch_empty": measure(lambda: torch.empty(1024, dtype=torch.uint8, device="cuda")),
-            "torch_add": measure(lambda: q + q), "sdpa": measure(lambda: F.scaled_dot_product_attention(q, k, v))}
+    return {
+        "forward": measure(lambda: library.forward(q, k, v, scale=0.125)),
+        "c_call": measure(call.run),
+        "pack": measure(lambda: library.make_call(q, k, v, scale=0.125)),
+        "torch_empty": measure(lambda: torch.empty(1024, dtype=torch.uint8, device="cuda")),
+        "torch_add": measure(lambda: q + q),
+        "sdpa": measure(lambda: F.scaled_dot_product_attention(q, k, v)),
+    }
 
 
 def environment() -> dict[str, object]:
@@ -173,7 +196,11 @@ def environment() -> dict[str, object]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    smi = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"], capture_output=True, text=True)
+    smi = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+    )
     return {"card": smi.stdout.strip(), "cuda": torch.version.cuda, "versions": versions, "command": " ".join(sys.argv)}
 
 
@@ -197,8 +224,21 @@ def main() -> int:
     result: dict[str, object] = {"environment": environment(), "host_us_per_call": host_cost_us(), "rows": []}
     print("host us per call", result["host_us_per_call"], flush=True)
     if not args.skip_tests:
-        command = [sys.executable, "-m", "pytest", "-q", "--maxfail=30", "--tb=short", "-p", "no:cacheprovider", "--noconftest", "tests/kernels"]
-        run = subprocess.run(command + (["-k", args.tests] if args.tests else []), capture_output=True, text=True, cwd=ROOT, timeout=300)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--maxfail=30",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "--noconftest",
+            "tests/kernels",
+        ]
+        run = subprocess.run(
+            command + (["-k", args.tests] if args.tests else []), capture_output=True, text=True, cwd=ROOT, timeout=300
+        )
         result["tests"] = run.stdout[-2000:]
         Path(args.out).with_suffix(".tests.txt").write_text(run.stdout + run.stderr)
         print(run.stdout[-2500:] + run.stderr[-500:], f"tests done at {time.monotonic() - START:.1f} s", flush=True)
@@ -212,7 +252,14 @@ def main() -> int:
             break
         row = time_shape(d, causal, n, ["qk_int8_pv_fp8", "qk_int8_pv_fp16"], not args.quick, flush)
         result["rows"].append(row)
-        print({k: (round(x) if isinstance(x, float) and x > 5 else x) for k, x in row.items() if k not in ("num_heads", "num_kv_heads", "kv_len")}, flush=True)
+        print(
+            {
+                k: (round(x) if isinstance(x, float) and x > 5 else x)
+                for k, x in row.items()
+                if k not in ("num_heads", "num_kv_heads", "kv_len")
+            },
+            flush=True,
+        )
         Path(args.out).write_text(json.dumps(result, indent=1))
     Path(args.out).write_text(json.dumps(result, indent=1))
     return 0

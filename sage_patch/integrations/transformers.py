@@ -131,7 +131,7 @@ def sage2_attention_forward(
     pattern = pattern_of(attention_mask) if position_bias is None else None
     quick = options if pattern is None else pattern.instead_of_mask(options, query.device)
     call = describe(query, key, value, quick)
-    recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason)
+    recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:
         options = quick
     out, _ = attend(query, key, value, options, call, recipe, reason, site)

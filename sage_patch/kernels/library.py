@@ -88,8 +88,8 @@ def _pack(
     recipe: int,
     kv_lens: Tensor | None,
     return_lse: bool,
-    allocate: Callable[[int, int, int], tuple[object, int]],
-) -> tuple[bytes, Tensor, Tensor | None, object, tuple[Tensor, Tensor, Tensor]]:
+    allocate: Callable[[int, int, int], tuple[Any, int]],
+) -> tuple[bytes, Tensor, Tensor | None, Any, tuple[Tensor, Tensor, Tensor]]:
     """Checks, allocations and the packed struct: (args, out, lse, workspace, the inputs it points to)."""
     dtype, index, qs, ks = query.dtype, query.get_device(), query.shape, key.shape
     if (
@@ -187,9 +187,9 @@ class Call:
     """One call's packed arguments, output and workspace. `prepare` and `forward` can be launched separately (timing,
     repeated attention against one K and V); both use the stream that was current when the call was made."""
 
-    def __init__(self, *packing: Any) -> None:
+    def __init__(self, packed: tuple[bytes, Tensor, Tensor | None, Any, tuple[Tensor, Tensor, Tensor]]) -> None:
         self.lib = load()
-        self.args, self.out, self.lse, self.workspace, self.inputs = _pack(*packing, _tensor_workspace)
+        self.args, self.out, self.lse, self.workspace, self.inputs = packed
 
     def prepare(self) -> None:
         _check(self.lib.sage2_prepare(self.args))
@@ -237,7 +237,21 @@ def make_call(
 ) -> Call:
     """The call that `forward` would run, for launching its parts."""
     flags = is_causal * _CAUSAL + causal_top_left * _TOP_LEFT + smooth_v * _SMOOTH_V + (not smooth_k) * _NO_SMOOTH_K
-    return Call(query, key, value, tensor_layout, out_layout, scale, flags, RECIPES[recipe], kv_lens, return_lse)
+    return Call(
+        _pack(
+            query,
+            key,
+            value,
+            tensor_layout,
+            out_layout,
+            scale,
+            flags,
+            RECIPES[recipe],
+            kv_lens,
+            return_lse,
+            _tensor_workspace,
+        )
+    )
 
 
 def forward(
@@ -257,10 +271,11 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Quantized attention on CUDA tensors of one device; any view whose last dimension has stride 1 is read in place.
 
-    tensor_layout: "HND" [batch, heads, tokens, head_dim] or "NHD" [batch, tokens, heads, head_dim], of all three inputs;
-        out_layout: of the output, which is a new contiguous tensor of the inputs' dtype.
+    tensor_layout: "HND" [batch, heads, tokens, head_dim] or "NHD" [batch, tokens, heads, head_dim], of all three
+        inputs; out_layout: of the output, which is a new contiguous tensor of the inputs' dtype.
     scale: of the softmax. is_causal: row i sees key j where j <= i + kv_len - q_len (the item's own kv length), or
-        j <= i with causal_top_left. kv_lens: int32 [batch] on the device; keys from kv_lens[b] on do not exist for item b.
+        j <= i with causal_top_left. kv_lens: int32 [batch] on the device; keys from kv_lens[b] on
+        do not exist for item b.
     recipe: "qk_int8_pv_fp8" or "qk_int8_pv_fp16". smooth_v: quantize V minus a per-channel vector.
     Returns the output and, if asked, the natural log-sum-exp of the true scaled scores, float32 [batch, heads, q_len].
     A row that sees no key is zero, its log-sum-exp -inf.

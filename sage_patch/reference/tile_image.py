@@ -31,7 +31,7 @@ def k_group(token: Tensor) -> Tensor:
 
 
 def v_position(token: Tensor) -> Tensor:
-    """Where a token of the block stands in a V^T row: in each 16 tokens position 4c + t holds {2c, 2c+1, 2c+8, 2c+9}[t]."""
+    """Where a token stands in a V^T row: in each 16 tokens position 4c + t holds {2c, 2c+1, 2c+8, 2c+9}[t]."""
     return (token & ~15) | ((token & 7) // 2 * 4) | ((token & 8) // 4) | (token & 1)
 
 
@@ -69,9 +69,9 @@ def mean_tokens(length: int) -> Tensor:
 
 
 def sampled_mean(x: Tensor) -> Tensor:
-    """The kernel's smoothing vector of x [..., tokens, channels], float32 [..., channels], bit for bit: partial sum g adds
-    samples g, g + 16, g + 32, g + 48 in that order, the 16 partial sums are added in order, and the total is divided by the
-    number of samples. Non-finite values count as zero. No tokens: zeros."""
+    """The kernel's smoothing vector of x [..., tokens, channels], float32 [..., channels], bit for bit: partial sum g
+    adds samples g, g + 16, g + 32, g + 48 in that order, the 16 partial sums are added in order, and the total is
+    divided by the number of samples. Non-finite values count as zero. No tokens: zeros."""
     length = x.shape[-2]
     rows = x[..., mean_tokens(length).to(x.device), :].float()
     rows = torch.where(rows.isfinite(), rows, 0.0)
@@ -88,8 +88,8 @@ def sampled_mean(x: Tensor) -> Tensor:
 
 
 def v_mean(x: Tensor) -> Tensor:
-    """V's smoothing vector: the sampled mean, or zero in channels where it is below an eighth of the largest sample (the
-    mean is then mostly sampling noise, and E4M3 is least biased around zero)."""
+    """V's smoothing vector: the sampled mean, or zero in channels where it is below an eighth of the largest sample
+    (the mean is then mostly sampling noise, and E4M3 is least biased around zero)."""
     mean = sampled_mean(x)
     if x.shape[-2] == 0:
         return mean

@@ -16,10 +16,10 @@ TINY = 1e-30
 class Prepared:
     """Per (batch x kv head): images, scales and smoothing vectors as the attention kernel reads them."""
 
-    k: Tensor         # int8 [heads, blocks, 128, dim]
-    k_scale: Tensor   # [heads, blocks, 4]
-    v: Tensor         # fp8: uint8 codes, fp16: float16 [heads, blocks, 128, dim]
-    k_mean: Tensor    # [heads, dim]
+    k: Tensor  # int8 [heads, blocks, 128, dim]
+    k_scale: Tensor  # [heads, blocks, 4]
+    v: Tensor  # fp8: uint8 codes, fp16: float16 [heads, blocks, 128, dim]
+    k_mean: Tensor  # [heads, dim]
     v_mean: Tensor
     v_scale: Tensor
 
@@ -32,12 +32,16 @@ def from_workspace(raw: Tensor, heads: int, blocks: int, dim: int, fp16: bool) -
     def take(count: int, dtype: torch.dtype) -> Tensor:
         nonlocal at
         size = count * dtype.itemsize
-        piece = raw[at:at + size].clone().view(dtype)
+        piece = raw[at : at + size].clone().view(dtype)
         at += (size + 255) // 256 * 256
         return piece
 
     tokens = ti.TILE_TOKENS
-    k = take(heads * blocks * tokens * dim, torch.uint8).view(heads, blocks, -1)[:, :, ti.k_offsets(dim)].view(torch.int8)
+    k = (
+        take(heads * blocks * tokens * dim, torch.uint8)
+        .view(heads, blocks, -1)[:, :, ti.k_offsets(dim)]
+        .view(torch.int8)
+    )
     v_bytes = take(heads * blocks * tokens * dim * (2 if fp16 else 1), torch.uint8).view(heads, blocks, -1)
     if fp16:
         v = v_bytes.view(torch.float16)[:, :, ti.v16_offsets(dim) // 2]
@@ -60,7 +64,10 @@ def prepare(key: Tensor, value: Tensor, keys: list[int], dim: int, fp16: bool, s
         torch.zeros(batch * heads, blocks, 128, dim, dtype=torch.int8),
         torch.zeros(batch * heads, blocks, 4),
         torch.zeros(batch * heads, blocks, 128, dim, dtype=torch.float16 if fp16 else torch.uint8),
-        torch.zeros(batch * heads, dim), torch.zeros(batch * heads, dim), torch.zeros(batch * heads, dim))
+        torch.zeros(batch * heads, dim),
+        torch.zeros(batch * heads, dim),
+        torch.zeros(batch * heads, dim),
+    )
     group = ti.k_group(torch.arange(128))
     for b in range(batch):
         n = keys[b]
@@ -74,9 +81,13 @@ def prepare(key: Tensor, value: Tensor, keys: list[int], dim: int, fp16: bool, s
             for g in range(4):
                 amax = k[:, group == g].abs().amax((1, 2))
                 tiny = amax < TINY
-                inverse = torch.where(tiny, 0.0, torch.full_like(amax, 127.0) / amax)    # 127 / tensor would multiply by a reciprocal
+                inverse = torch.where(
+                    tiny, 0.0, torch.full_like(amax, 127.0) / amax
+                )  # 127 / tensor would multiply by a reciprocal
                 out.k_scale[i, :used, g] = torch.where(tiny, 0.0, amax * torch.tensor(1.0 / 127.0))
-                out.k[i, :used, group == g] = (k[:, group == g].double() * inverse[:, None, None]).round().to(torch.int8)
+                out.k[i, :used, group == g] = (
+                    (k[:, group == g].double() * inverse[:, None, None]).round().to(torch.int8)
+                )
             if smooth_v:
                 out.v_mean[i, :d] = ti.v_mean(v)
             v = v - out.v_mean[i, :d]

@@ -8,9 +8,20 @@ import torch
 from torch import Tensor
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, top_left: bool = False,
-              kv_lens: list[int] | None = None, chunk: int = 1024) -> tuple[Tensor, Tensor]:
-    """Exact attention on the already rounded inputs, [B, H, N, D] -> float64 output and log-sum-exp. Rows without keys: 0, -inf."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    top_left: bool = False,
+    kv_lens: list[int] | None = None,
+    chunk: int = 1024,
+) -> tuple[Tensor, Tensor]:
+    """Exact attention on the already rounded inputs, [B, H, N, D] -> float64 output and log-sum-exp.
+
+    Rows without keys: 0, -inf."""
     batch, heads, n, _ = q.shape
     per = heads // k.shape[1]
     out = torch.zeros(batch, heads, n, v.shape[-1], dtype=torch.float64, device=q.device)
@@ -22,12 +33,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = F
         for h in range(heads):
             kk, vv = k[b, h // per, :keys].double(), v[b, h // per, :keys].double()
             for r in range(0, n, chunk):
-                s = q[b, h, r:r + chunk].double() @ kk.T * scale
+                s = q[b, h, r : r + chunk].double() @ kk.T * scale
                 if causal:
                     row = torch.arange(r, r + s.shape[0], device=q.device)[:, None]
-                    s = s.masked_fill(torch.arange(keys, device=q.device) > row + (0 if top_left else keys - n), -math.inf)
-                lse[b, h, r:r + chunk] = torch.logsumexp(s, -1)
-                out[b, h, r:r + chunk] = torch.softmax(s, -1).nan_to_num(0.0) @ vv
+                    s = s.masked_fill(
+                        torch.arange(keys, device=q.device) > row + (0 if top_left else keys - n), -math.inf
+                    )
+                lse[b, h, r : r + chunk] = torch.logsumexp(s, -1)
+                out[b, h, r : r + chunk] = torch.softmax(s, -1).nan_to_num(0.0) @ vv
     return out, lse
 
 
@@ -39,8 +52,11 @@ def errors(x: Tensor, ref: Tensor) -> dict[str, float]:
         return {"cos": 1.0, "rel_l1": float(a.abs().sum()), "worst_row": 1.0}
     dot, na, nb = (a * b).sum(-1), a.norm(dim=-1), b.norm(dim=-1)
     rows = torch.where(live, dot / (na * nb).clamp_min(1e-300), 1.0)
-    return {"cos": float(dot.sum() / (a.norm() * b.norm()).clamp_min(1e-300)), "rel_l1": float((a - b).abs().sum() / b.abs().sum()),
-            "worst_row": float(rows.min()) if bool(a.isfinite().all()) else math.nan}
+    return {
+        "cos": float(dot.sum() / (a.norm() * b.norm()).clamp_min(1e-300)),
+        "rel_l1": float((a - b).abs().sum() / b.abs().sum()),
+        "worst_row": float(rows.min()) if bool(a.isfinite().all()) else math.nan,
+    }
 
 
 LIMITS = {"qk_int8_pv_fp8": (0.998, 0.06, 0.99), "qk_int8_pv_fp16": (0.9995, 0.02, 0.99)}

@@ -1,5 +1,5 @@
-"""Results the kernels gave on a real H200 (scripts/gpu_small.py --golden), checked where there is no GPU: the images and
-scales bit for bit against the mirror of the pre-processing, outputs and log-sum-exp against float64."""
+"""Results the kernels gave on a real H200 (scripts/gpu_small.py --golden), checked where there is no GPU: the images
+and scales bit for bit against the mirror of the pre-processing, outputs and log-sum-exp against float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_images(d: int, n: int, dtype: torch.dtype, recipe: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_outputs(d: int, n: int, dtype: torch.dtype, recipe: str, causal: bool) -> None:
     q, k, v = inputs(d, n, dtype)
-    ref, ref_lse = oracle.attention(q, k, v, d ** -0.5, causal=causal)
+    ref, ref_lse = oracle.attention(q, k, v, d**-0.5, causal=causal)
     key = f"{d}.{n}.{recipe}.{int(causal)}"
     out, lse = torch.from_numpy(GOLDEN[f"{key}.out"]).view(dtype), torch.from_numpy(GOLDEN[f"{key}.lse"])
     assert oracle.acceptable(oracle.errors(out, ref), recipe)

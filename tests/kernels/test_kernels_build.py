@@ -1,4 +1,4 @@
-"""The build, without a GPU: nothing spills or serializes, the machine code holds the instructions it should, and no more."""
+"""The build, without a GPU: nothing spills or serializes, the machine code holds what it should and no more."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOPS = {
 
 @pytest.fixture(scope="module")
 def built() -> Path:
-    return build.build()                    # raises on spills, local memory and serialized tensor-core instructions
+    return build.build()  # raises on spills, local memory and serialized tensor-core instructions
 
 
 def cuobjdump() -> str | None:
@@ -93,9 +93,18 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_log_gate() -> None:
-    assert build.check_log("ptxas info    : Function properties for f\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n") == []
-    bad = build.check_log("ptxas info    : Function properties for f\n    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
-                          "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n")
+    assert (
+        build.check_log(
+            "ptxas info    : Function properties for f\n"
+            "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        )
+        == []
+    )
+    bad = build.check_log(
+        "ptxas info    : Function properties for f\n"
+        "    8 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+    )
     assert len(bad) == 2 and "f:" in bad[0] and "C7510" in bad[1]
 
 
@@ -103,9 +112,15 @@ def test_packed_arguments_have_the_size_of_the_struct(tmp_path: Path) -> None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
-    (tmp_path / "size.c").write_text(f'#include <stdio.h>\n#include "{build.source_dir()}/sage2.h"\nint main(void) {{ printf("%zu", sizeof(Sage2Args)); }}')
+    (tmp_path / "size.c").write_text(
+        f'#include <stdio.h>\n#include "{build.source_dir()}/sage2.h"\n'
+        'int main(void) { printf("%zu", sizeof(Sage2Args)); }'
+    )
     subprocess.run([compiler, "size.c", "-o", "size"], cwd=tmp_path, check=True)
-    assert int(subprocess.run([tmp_path / "size"], capture_output=True, text=True, check=True).stdout) == library._ARGS.size
+    assert (
+        int(subprocess.run([tmp_path / "size"], capture_output=True, text=True, check=True).stdout)
+        == library._ARGS.size
+    )
 
 
 @NEEDS_NVCC
@@ -114,7 +129,11 @@ def test_workspace_and_refusals(built: Path) -> None:
         size = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, recipe)
         images = 4 * 8 * 4096 * 128 * per_channel
         assert images <= size <= images + (1 << 20)
-    for shape, message in (((1, 2, 2, 4, 4, 129, 0), "head_dim 129"), ((1, 3, 2, 4, 4, 64, 0), "multiple of kv_heads"), ((0, 2, 2, 4, 4, 64, 0), "positive")):
+    for shape, message in (
+        ((1, 2, 2, 4, 4, 129, 0), "head_dim 129"),
+        ((1, 3, 2, 4, 4, 64, 0), "multiple of kv_heads"),
+        ((0, 2, 2, 4, 4, 64, 0), "positive"),
+    ):
         with pytest.raises((ValueError, library.UnsupportedCall), match=message):
             library.workspace_bytes(*shape)
 
@@ -141,7 +160,7 @@ def test_machine_code(built: Path) -> None:
         for i, (address, text) in enumerate(code):
             jump = re.search(r"BRA.*0x([0-9a-f]+)", text)
             if jump and int(jump[1], 16) < address and int(jump[1], 16) in index:
-                body = [t for _, t in code[index[int(jump[1], 16)]:i + 1]]
+                body = [t for _, t in code[index[int(jump[1], 16)] : i + 1]]
                 if any("IGMMA" in t for t in body):
                     loops.append(body)
         body = min(loops, key=len)

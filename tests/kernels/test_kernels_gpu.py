@@ -1,4 +1,4 @@
-"""The compiled kernels against a float64 oracle on the GPU: lengths, layouts, masks, number ranges, graphs, determinism."""
+"""The compiled kernels against a float64 oracle on the GPU: lengths, layouts, masks, ranges, graphs, determinism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 if torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip(f"kernels exist for compute capability 9.0, this device is {torch.cuda.get_device_capability()}", allow_module_level=True)
+    pytest.skip(
+        f"kernels exist for compute capability 9.0, this device is {torch.cuda.get_device_capability()}",
+        allow_module_level=True,
+    )
 
 from sage_patch.kernels import library  # noqa: E402
 
@@ -28,9 +31,14 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(*shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
 
 
-def qkv(b: int, h: int, hk: int, n: int, kn: int, d: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    return (normal(b, h, n, d, dtype=dtype, seed=seed), normal(b, hk, kn, d, dtype=dtype, seed=seed + 1000),
-            normal(b, hk, kn, d, dtype=dtype, seed=seed + 2000))
+def qkv(
+    b: int, h: int, hk: int, n: int, kn: int, d: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        normal(b, h, n, d, dtype=dtype, seed=seed),
+        normal(b, hk, kn, d, dtype=dtype, seed=seed + 1000),
+        normal(b, hk, kn, d, dtype=dtype, seed=seed + 2000),
+    )
 
 
 def poison() -> None:
@@ -42,12 +50,30 @@ def poison() -> None:
         library.forward(bad, bad, bad, scale=1.0, recipe=recipe, return_lse=True)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, recipe: str, *, scale: float | None = None, lse_tolerance: float | None = None, **kw) -> dict[str, float]:
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    recipe: str,
+    *,
+    scale: float | None = None,
+    lse_tolerance: float | None = None,
+    **kw,
+) -> dict[str, float]:
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     kv_lens = kw.pop("kv_lens", None)
     lens = None if kv_lens is None else torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE)
-    out, lse = library.forward(q, k, v, scale=scale, recipe=recipe, return_lse=True, kv_lens=lens,
-                               is_causal=kw.get("causal", False), causal_top_left=kw.get("top_left", False))
+    out, lse = library.forward(
+        q,
+        k,
+        v,
+        scale=scale,
+        recipe=recipe,
+        return_lse=True,
+        kv_lens=lens,
+        is_causal=kw.get("causal", False),
+        causal_top_left=kw.get("top_left", False),
+    )
     ref, ref_lse = oracle.attention(q, k, v, scale, kv_lens=kv_lens, **kw)
     e = oracle.errors(out, ref)
     what = f"{tuple(q.shape)} {tuple(k.shape)} {q.dtype} {recipe} {kw} {kv_lens}: {e}"
@@ -70,7 +96,15 @@ def test_images_equal_the_mirror(dtype: torch.dtype, recipe: str, smooth_v: bool
         k, v = k + 3 * normal(1, 1, 1, d, dtype=dtype, seed=7), v * 2 - 1
         v[..., 3] = 0.5
         lens = [n, max(1, n // 2)]
-        call = library.make_call(q, k, v, scale=1.0, recipe=recipe, smooth_v=smooth_v, kv_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE))
+        call = library.make_call(
+            q,
+            k,
+            v,
+            scale=1.0,
+            recipe=recipe,
+            smooth_v=smooth_v,
+            kv_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+        )
         call.prepare()
         dim, fp16 = (64 if d <= 64 else 128), recipe == FP16
         got = mirror.from_workspace(call.workspace, 4, (n + 127) // 128, dim, fp16)
@@ -109,9 +143,9 @@ def test_length_mixes(d: int, recipe: str, causal: bool, top_left: bool) -> None
 def test_head_dims(d: int, recipe: str) -> None:
     poison()
     q, k, v = qkv(2, 3, 3, 200, 333, d)
-    if d < 16:                                      # the cosine of a row of a few numbers is a coarse measure
-        out = library.forward(q, k, v, scale=d ** -0.5, recipe=recipe)[0]
-        assert oracle.errors(out, oracle.attention(q, k, v, d ** -0.5)[0])["rel_l1"] < 0.06
+    if d < 16:  # the cosine of a row of a few numbers is a coarse measure
+        out = library.forward(q, k, v, scale=d**-0.5, recipe=recipe)[0]
+        assert oracle.errors(out, oracle.attention(q, k, v, d**-0.5)[0])["rel_l1"] < 0.06
         return
     check(q, k, v, recipe)
     check(q, k, v, recipe, scale=0.25, causal=True)
@@ -139,7 +173,9 @@ def test_key_lengths_hide_what_lies_behind(recipe: str, value: float) -> None:
             kk[b, :, n:], vv[b, :, n:] = value, value
         check(q, kk, vv, recipe, kv_lens=lens, causal=causal, lse_tolerance=0.06)
     short = library.forward(q[:1], k[:1, :, :40], v[:1, :, :40], scale=0.125, recipe=recipe)[0]
-    whole = library.forward(q[:1], kk[:1], vv[:1], scale=0.125, recipe=recipe, kv_lens=torch.tensor([40], dtype=torch.int32, device=DEVICE))[0]
+    whole = library.forward(
+        q[:1], kk[:1], vv[:1], scale=0.125, recipe=recipe, kv_lens=torch.tensor([40], dtype=torch.int32, device=DEVICE)
+    )[0]
     assert torch.equal(short, whole)
 
 
@@ -160,8 +196,8 @@ def test_any_view_equals_contiguous(d: int, recipe: str) -> None:
 
     def shifted(x: Tensor, by: int) -> Tensor:
         flat = torch.full((x.numel() + 16,), math.nan, dtype=x.dtype, device=DEVICE)
-        flat[by:by + x.numel()] = x.flatten()
-        return flat[by:by + x.numel()].view(x.shape)
+        flat[by : by + x.numel()] = x.flatten()
+        return flat[by : by + x.numel()].view(x.shape)
 
     def batched(x: Tensor) -> Tensor:
         big = torch.full((8, *x.shape[1:]), math.nan, dtype=x.dtype, device=DEVICE)
@@ -175,7 +211,9 @@ def test_any_view_equals_contiguous(d: int, recipe: str) -> None:
     # one fused buffer, and the NHD names
     fused = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)
     fq, fk, fv = (x.unflatten(-1, (-1, d)) for x in fused.split([4 * d, 2 * d, 2 * d], -1))
-    got, lse = library.forward(fq, fk, fv, scale=0.1, recipe=recipe, tensor_layout="NHD", out_layout="NHD", return_lse=True)
+    got, lse = library.forward(
+        fq, fk, fv, scale=0.1, recipe=recipe, tensor_layout="NHD", out_layout="NHD", return_lse=True
+    )
     assert got.shape == (2, 333, 4, d) and got.is_contiguous()
     assert torch.equal(got.transpose(1, 2), want) and torch.equal(lse, want_lse)
     got, _ = library.forward(fq, fk, fv, scale=0.1, recipe=recipe, tensor_layout="NHD", out_layout="HND")
@@ -197,24 +235,28 @@ def test_offsets_beyond_int32(recipe: str) -> None:
         x.copy_(normal(1, 2, 1031, 64, dtype=torch.float16, seed=i))
     for causal in (False, True):
         got = library.forward(*views, scale=0.125, recipe=recipe, is_causal=causal)[0]
-        assert torch.equal(got, library.forward(*(x.contiguous() for x in views), scale=0.125, recipe=recipe, is_causal=causal)[0])
+        assert torch.equal(
+            got, library.forward(*(x.contiguous() for x in views), scale=0.125, recipe=recipe, is_causal=causal)[0]
+        )
     check(*(x.contiguous() for x in views), recipe)
 
 
 @pytest.mark.parametrize("b,h,n,d", [(9216, 8, 16, 40), (70000, 1, 16, 64)])
 def test_more_heads_than_a_grid_dimension(b: int, h: int, n: int, d: int) -> None:
     q, k, v = qkv(b, h, h, n, n, d)
-    out = library.forward(q, k, v, scale=d ** -0.5)[0]
+    out = library.forward(q, k, v, scale=d**-0.5)[0]
     pick = torch.randperm(b, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
-    ref = oracle.attention(q[pick], k[pick], v[pick], d ** -0.5)[0]
+    ref = oracle.attention(q[pick], k[pick], v[pick], d**-0.5)[0]
     assert oracle.acceptable(oracle.errors(out[pick], ref), FP8)
 
 
 def test_many_small_items() -> None:
     q, k, v = qkv(81, 12, 12, 1560, 32, 128)
-    out = library.forward(q, k, v, scale=128 ** -0.5)[0]
+    out = library.forward(q, k, v, scale=128**-0.5)[0]
     for b in (0, 80):
-        assert oracle.acceptable(oracle.errors(out[b:b + 1], oracle.attention(q[b:b + 1], k[b:b + 1], v[b:b + 1], 128 ** -0.5)[0]), FP8)
+        assert oracle.acceptable(
+            oracle.errors(out[b : b + 1], oracle.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], 128**-0.5)[0]), FP8
+        )
     assert bool(out.isfinite().all())
 
 
@@ -234,9 +276,11 @@ def test_values_stay_averages(recipe: str) -> None:
     for smooth_v in (True, False):
         for n, dtype in itertools.product((77, 512, 513), (torch.float16, torch.bfloat16)):
             const = torch.full((1, 2, n, 64), 0.001, dtype=dtype, device=DEVICE)
-            out = library.forward(*(x[:1, :2, :n].to(dtype) for x in (q, k)), const, scale=0.125, recipe=recipe, smooth_v=smooth_v)[0]
-            assert float((out / const[..., :out.shape[2], :] - 1).abs().max()) < 0.01
-    for gap in (7.5, 10.0):                         # a peak and a long tail: rows keep their mass
+            out = library.forward(
+                *(x[:1, :2, :n].to(dtype) for x in (q, k)), const, scale=0.125, recipe=recipe, smooth_v=smooth_v
+            )[0]
+            assert float((out / const[..., : out.shape[2], :] - 1).abs().max()) < 0.01
+    for gap in (7.5, 10.0):  # a peak and a long tail: rows keep their mass
         qq, kk = torch.zeros(1, 1, 64, 64, device=DEVICE).half(), torch.zeros(1, 1, 16384, 64, device=DEVICE).half()
         qq[..., 0], kk[0, 0, 5, 0] = 8.0, gap
         for smooth_v in (True, False):
@@ -250,12 +294,12 @@ def test_zero_and_outlier_channels(recipe: str) -> None:
     v[0, 1, :, 5] = 0
     check(q, k, v, recipe)
     for smooth_v in (True, False):
-        out = library.forward(q, k, v, scale=128 ** -0.5, recipe=recipe, smooth_v=smooth_v)[0]
+        out = library.forward(q, k, v, scale=128**-0.5, recipe=recipe, smooth_v=smooth_v)[0]
         assert bool((out[0, 1, :, 5] == 0).all())
     q, k, v = qkv(1, 2, 2, 512, 4096, 128)
-    v[..., 3] *= 1e5                                # past fp16's range
-    out = library.forward(q, k, v, scale=128 ** -0.5, recipe=recipe)[0]
-    ref = oracle.attention(q, k, v, 128 ** -0.5)[0]
+    v[..., 3] *= 1e5  # past fp16's range
+    out = library.forward(q, k, v, scale=128**-0.5, recipe=recipe)[0]
+    ref = oracle.attention(q, k, v, 128**-0.5)[0]
     rest = [i for i in range(128) if i != 3]
     assert bool(out.isfinite().all())
     # one channel is a vector of single numbers: its rows have no direction, so cosine over rows says nothing
@@ -274,16 +318,22 @@ def test_tiny_and_huge_inputs(recipe: str) -> None:
     b = [(x.float() * 1e-6).bfloat16() for x in qkv(1, 4, 4, 1031, 1031, 64)]
     check(*b, recipe)
     check(torch.zeros_like(b[0]), *b[1:], recipe)
-    sign = [(torch.randint(0, 2, (2, 3, 257, 128), generator=torch.Generator().manual_seed(i)) * 2 - 1).to(DEVICE, torch.float16) * 3e4 for i in range(2)]
+    sign = [
+        (torch.randint(0, 2, (2, 3, 257, 128), generator=torch.Generator().manual_seed(i)) * 2 - 1).to(
+            DEVICE, torch.float16
+        )
+        * 3e4
+        for i in range(2)
+    ]
     v = normal(2, 3, 257, 128, dtype=torch.float16)
-    out = library.forward(*sign, v, scale=128 ** -0.5, recipe=recipe)[0]
-    ref = oracle.attention(*sign, v, 128 ** -0.5)[0]
+    out = library.forward(*sign, v, scale=128**-0.5, recipe=recipe)[0]
+    ref = oracle.attention(*sign, v, 128**-0.5)[0]
     assert bool(out.isfinite().all())
     s = sign[0].double() @ sign[1].double().transpose(-1, -2)
     top = s.topk(2).values
     clear = top[..., 0] > top[..., 1]
     rows = (out.double() - ref).norm(dim=-1) / ref.norm(dim=-1)
-    assert float(rows[clear].max()) < (0.07 if recipe == FP8 else 1e-2)     # a one-hot row is V's own rounding
+    assert float(rows[clear].max()) < (0.07 if recipe == FP8 else 1e-2)  # a one-hot row is V's own rounding
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -294,7 +344,7 @@ def test_coarse_inputs(recipe: str, step: int) -> None:
         x = (x.float().to(torch.float8_e4m3fn).float() * step).bfloat16()
         spots = torch.rand(x.shape, generator=torch.Generator(DEVICE).manual_seed(i), device=DEVICE) < 0.001
         tensors.append(torch.where(spots, x.sign() * 448 * 16, x))
-    out = library.forward(*tensors, scale=128 ** -0.5, recipe=recipe)[0]
+    out = library.forward(*tensors, scale=128**-0.5, recipe=recipe)[0]
     assert bool(out.isfinite().all())
 
 
@@ -312,8 +362,8 @@ def test_accuracy_targets(recipe: str, dtype: torch.dtype) -> None:
         kk[..., 7] += bias
         check(q, kk, v[:, :, :1031], recipe, lse_tolerance=0.05 if dtype == torch.float16 else None)
     offset = v + 40
-    out = library.forward(q, k, offset, scale=128 ** -0.5, recipe=recipe)[0]
-    ref = oracle.attention(q, k, offset, 128 ** -0.5)[0]
+    out = library.forward(q, k, offset, scale=128**-0.5, recipe=recipe)[0]
+    ref = oracle.attention(q, k, offset, 128**-0.5)[0]
     # score the part that is not the mean, without the output dtype's own rounding of 40
     ours = (out.double() - ref).abs().sum()
     rounding = (ref.to(dtype).double() - ref).abs().sum()
@@ -340,7 +390,12 @@ def test_merge_by_lse(recipe: str) -> None:
     k = k + 30 * normal(1, 4, 1, 64, dtype=torch.float16, seed=5)
     ref, ref_lse = oracle.attention(q, k, v, 0.125)
     for smooth_v in (True, False):
-        parts = [library.forward(q, k[:, :, a:b], v[:, :, a:b], scale=0.125, recipe=recipe, smooth_v=smooth_v, return_lse=True) for a, b in ((0, 400), (400, 1031))]
+        parts = [
+            library.forward(
+                q, k[:, :, a:b], v[:, :, a:b], scale=0.125, recipe=recipe, smooth_v=smooth_v, return_lse=True
+            )
+            for a, b in ((0, 400), (400, 1031))
+        ]
         lse = torch.stack([p[1].double() for p in parts])
         merged = sum(p[0].double() * w[..., None] for p, w in zip(parts, torch.softmax(lse, 0), strict=True))
         assert oracle.acceptable(oracle.errors(merged, ref), recipe)
@@ -384,7 +439,7 @@ def test_side_stream_ordering() -> None:
             torch.cuda._sleep(200_000)
             late = k.clone()
             got = library.forward(q, late, v, scale=0.1)[0]
-            late.fill_(math.nan)                    # ordered after the kernels on the same stream
+            late.fill_(math.nan)  # ordered after the kernels on the same stream
         stream.synchronize()
         assert torch.equal(got, want)
 
@@ -401,7 +456,7 @@ def test_same_bits_every_time(recipe: str, causal: bool) -> None:
         got, lse = library.forward(q, k, v, scale=0.1, recipe=recipe, is_causal=causal, return_lse=True)
         assert torch.equal(got, want) and torch.equal(lse, want_lse)
     alone = library.forward(q[1:], k[1:], v[1:], scale=0.1, recipe=recipe, is_causal=causal)[0]
-    assert torch.equal(alone, want[1:])             # the batch around an item does not matter
+    assert torch.equal(alone, want[1:])  # the batch around an item does not matter
 
 
 def test_separate_launches_equal_the_fused_call() -> None:

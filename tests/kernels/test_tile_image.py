@@ -25,17 +25,17 @@ def test_maps_are_bijections(dim: int) -> None:
 
 
 def accumulator_columns(lane: int) -> Tensor:
-    """The 32 columns (keys) of a 64 x 128 wgmma accumulator that a lane holds in each of its two rows, in register order."""
+    """The 32 columns (keys) of a 64 x 128 accumulator that a lane holds in each of its two rows, in register order."""
     c = lane % 4
     return torch.tensor([8 * i + 2 * c + e for i in range(16) for e in range(2)])
 
 
 @pytest.mark.parametrize("lane", range(4))
 def test_scores_are_the_operand_of_the_second_product(lane: int) -> None:
-    """Byte t of register h of k32 step u of an 8-bit A fragment multiplies V^T's position 32u + 16h + 4c + t; the kernel puts there
-    the scores 8u'+2h'... of its accumulator (pack_probabilities). The token of the score must be the token stored at that position."""
+    """A lane's P register for 16 keys multiplies V^T's positions 16u + 4c .. + 3; the kernel puts there the lane's four
+    scores of two neighbouring 8-key blocks (pack_probabilities). Their tokens must be the tokens stored there."""
     c, columns = lane % 4, accumulator_columns(lane)
-    for pair in range(8):                       # 16 keys: two neighbouring 8-key blocks of the accumulator
+    for pair in range(8):  # 16 keys: two neighbouring 8-key blocks of the accumulator
         for t in range(4):
             score = columns[4 * pair + [0, 1, 2, 3][t]]
             assert int(ti.v_token(torch.tensor(16 * pair + 4 * c + t))) == int(score)
@@ -68,7 +68,8 @@ def test_equal_to_the_header(tmp_path: Path) -> None:
         int main() {{
           for (int dim = 64; dim <= 128; dim += 64)
             for (int t = 0; t < kTileTokens; t++)
-              for (int c = 0; c < dim; c++) std::printf("%d %d %d\\n", k_offset(t, c, dim), v_offset(t, c), v16_offset(t, c));
+              for (int c = 0; c < dim; c++)
+                std::printf("%d %d %d\\n", k_offset(t, c, dim), v_offset(t, c), v16_offset(t, c));
           for (int t = 0; t < kTileTokens; t++) std::printf("%d %d %d\\n", k_group(t), v_position(t), v_token(t));
           for (int n : {{1, 2, 63, 64, 65, 1000, 8192, 1000000}})
             for (int s = 0; s < mean_samples(n); s++) std::printf("%d %d 0\\n", n, mean_token(s, n));
@@ -92,8 +93,8 @@ def test_smoothing_vectors() -> None:
     mean = ti.sampled_mean(x)
     assert torch.allclose(mean, x[:, ti.mean_tokens(500)].mean(1), atol=1e-5)
     shift = ti.v_mean(x)
-    assert torch.equal(shift[:, [1, 2, 5, 7]], mean[:, [1, 2, 5, 7]])       # offset and constant channels are shifted
-    assert torch.equal(mean[:, 7], x[:, 0, 7])                              # a constant is its own mean, exactly
+    assert torch.equal(shift[:, [1, 2, 5, 7]], mean[:, [1, 2, 5, 7]])  # offset and constant channels are shifted
+    assert torch.equal(mean[:, 7], x[:, 0, 7])  # a constant is its own mean, exactly
     assert torch.equal(ti.v_mean(x[:, :1]), x[:, 0])
     assert torch.equal(ti.v_mean(x[:, :0]), torch.zeros(2, 8))
     x[0, 0, 0] = float("nan")
