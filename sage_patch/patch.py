@@ -181,7 +181,8 @@ def stats() -> list[dict[str, Any]]:
 def _inspect(model: nn.Module) -> tuple[list[tuple[AttentionSite, nn.Module]], list[tuple[str, str]]]:
     """(sites with their modules, unrouted attention modules); raises if the model must not be patched."""
     if not isinstance(model, nn.Module):
-        raise PatchError(f"apply() takes a torch.nn.Module; got {type(model).__name__}")
+        hint = "; diffusers pipelines are not supported yet" if hasattr(model, "components") else ""
+        raise PatchError(f"apply() takes a torch.nn.Module; got {type(model).__name__}{hint}")
     if hasattr(model, "_orig_mod"):
         raise PatchError("the model is already compiled: apply sage_patch first, then torch.compile(model)")
     tagged = [name for name, module in model.named_modules() if TAG in module.__dict__]

@@ -80,8 +80,8 @@ def sage2_attention_forward(
     """
     tag = getattr(module, TAG, None)
     if tag is None:
-        tag = _flag_tag(type(module).__name__, type(module).__module__, getattr(module, "layer_idx", None))
-    site = tag.group if torch.compiler.is_compiling() else tag.key
+        tag = _FLAG_TAGS[_style_of_file(type(module).__module__)]
+    site = tag.group if torch.compiler.is_compiling() else tag.key or _flag_site(module)
     unknown = [name for name, v in kwargs.items() if v is not None and name not in _PASSING_THROUGH]
     if unknown:
         _refuse_known_hazards(unknown, module)
@@ -254,20 +254,32 @@ def _set_implementation(original: Any, copied: Any, styles: dict[int, MaskStyle]
             _set_implementation(sub, getattr(copied, key), styles)
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
-def _flag_tag(class_name: str, modeling_file: str, layer_idx: int | None) -> SiteTag:
-    """The tag of a module that was never given one: default policy, named by class and layer index."""
-    name = class_name if layer_idx is None else f"{class_name}.{layer_idx}"
-    return SiteTag(
-        key=FLAG_PREFIX + name,
+# Tags of modules that were never given one: the default policy, for each mask style. Plain module-level objects,
+# because a compiler can follow those.
+_FLAG_TAGS: dict[MaskStyle, SiteTag] = {
+    style: SiteTag(
+        key="",
         group=FLAG_PREFIX + "*",
         recipe=parse_recipe(AUTO),
         on_unsupported="exact",
         limits=Limits(),
         original="",
-        style=mask_style(modeling_file),
+        style=style,
     )
+    for style in STRICTEST_LAST
+}
+
+
+def _flag_site(module: nn.Module) -> str:
+    """The counter key of a module without a tag: its class and, where it has one, its layer index."""
+    layer_idx = getattr(module, "layer_idx", None)
+    name = type(module).__name__
+    return FLAG_PREFIX + (name if layer_idx is None else f"{name}.{layer_idx}")
+
+
+@torch.compiler.assume_constant_result
+def _style_of_file(modeling_file: str) -> MaskStyle:
+    return mask_style(modeling_file)
 
 
 def _causal_without_mask(module: nn.Module, is_causal: bool | None, style: MaskStyle) -> bool:
