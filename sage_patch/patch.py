@@ -1,9 +1,10 @@
 """apply, applied, plan and Handle: the only file that changes a model.
 
 What apply() changes, all of it on the model itself and all of it put back by revert():
-  1. every configuration object that the model's modules hold is replaced by a copy whose attention implementation
-     is "sage2" (a copy, because other models may share the original);
-  2. every attention site gets one private attribute, its tag.
+  1. transformers: every configuration object that the model's modules hold is replaced by a copy whose attention
+     implementation is "sage2" (a copy, because other models may share the original);
+  2. diffusers: every attention processor gets a subclass of its own class;
+  3. every attention site gets one private attribute, its tag.
 No class, function or registry default of another package is replaced; names, parameters and state-dict keys stay.
 All checks come first: an error leaves the model as it was.
 """
@@ -13,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from sage_patch.integrations import sites as site_finder
+from sage_patch.integrations.diffusers import denoisers, find_processor_sites, is_patched, patch_processor
 from sage_patch.integrations.sites import TAG, SiteTag
 from sage_patch.integrations.source import MaskStyle
 from sage_patch.integrations.transformers import OwnAttentionError, config_copies, mask_styles, register
@@ -39,12 +42,13 @@ class Handle:
     model keep their plan but are not counted or reverted by it.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, token: str, unrouted: list[tuple[str, str]]):
+    def __init__(self, model: Any, plan: Plan, token: str, unrouted: list[tuple[str, str]]):
         self.plan = plan
         self._model = model
         self._token = token
         self._unrouted = unrouted
         self._configs: list[tuple[nn.Module, str, Any]] = []
+        self._processors: list[tuple[Any, type]] = []
         self._tagged: list[nn.Module] = []
         self._final_counts: dict[ops.CallKey, int] | None = None
 
@@ -96,9 +100,20 @@ class Handle:
             ]
             planned = self.plan.choice(name).recipe if name != "*" else "inside compiled graphs"
             lines.append(f"  {name:<{width}}  {planned}: {', '.join(parts) if parts else 'no calls'}")
+        lines += [f"  {name}: its processor was replaced after apply(); apply again" for name in self._replaced()]
         for name, class_name in self._unrouted:
             lines.append(f"  {name}: not patched, {class_name} computes attention in its own code")
         return "\n".join(lines)
+
+    def _replaced(self) -> list[str]:
+        """Sites of an active patch whose processor object is no longer the one that was patched."""
+        if not self.active:
+            return []
+        return [
+            module.__dict__[TAG].key.removeprefix(self._token)
+            for module in self._tagged
+            if hasattr(module, "processor") and not is_patched(module.processor)
+        ]
 
     def revert(self) -> None:
         """Put back exactly what was there. Safe to call again. Counts so far stay readable."""
@@ -108,6 +123,8 @@ class Handle:
             module.__dict__.pop(TAG, None)
         for module, attribute, original in self._configs:
             module.__dict__[attribute] = original
+        for processor, original_class in self._processors:
+            processor.__class__ = original_class
         self._final_counts = ops.counts(self._token)
         ops.reset_counts(self._token)
 
@@ -116,28 +133,33 @@ class Handle:
         return f"<sage_patch.Handle: {len(self.plan.sites)} sites, {state}>"
 
 
-def apply(model: nn.Module, policy: Policy | None = None) -> Handle:
-    """Patch a transformers model in place so that its attention runs under `policy`.
+def apply(model: Any, policy: Policy | None = None) -> Handle:
+    """Patch a model in place so that its attention runs under `policy`.
 
-    Everything is checked before anything changes. Raises PatchError if the model is compiled, already patched or
-    has nothing to patch, OwnAttentionError if it attends in its own code, PolicyError if the policy does not fit,
-    and kernels.build.BuildError if the model is on a GPU whose kernels can neither be found nor compiled.
+    model: a transformers model, a diffusers transformer or UNet, or a diffusers pipeline, of which the denoising
+    models are patched. Everything is checked before anything changes. Raises PatchError if the model is compiled,
+    already patched or has nothing to patch, OwnAttentionError if it attends in its own code, PolicyError if the policy
+    does not fit, and kernels.build.BuildError if the model is on a GPU whose kernels can neither be found nor compiled.
     """
-    found, unrouted = _inspect(model)
+    found = _inspect(model)
     policy = policy if policy is not None else Policy()
-    plan = resolve(policy, [site for site, _ in found])
-    for device in {parameter.device for parameter in model.parameters()}:
+    plan = _resolve(policy, found)
+    for device in {parameter.device for root in found.roots for parameter in root.parameters()}:
         ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
     token = f"h{next(_HANDLE_NUMBERS)}/"
-    handle = Handle(model, plan, token, unrouted)
-    styles = mask_styles(found)
-    replacements = config_copies(model, styles)
-    tags = [(module, _tag(site, module, plan, policy, token, styles)) for site, module in found]
+    handle = Handle(model, plan, token, found.unrouted)
+    styles = mask_styles(found.routed) if found.routed else {}
+    replacements = [r for root in found.roots for r in config_copies(root, styles)] if found.routed else []
+    tags = [(module, _tag(site, module, plan, policy, token, styles)) for site, module in found.sites]
 
-    register()
+    if found.routed:
+        register()
     for module, attribute, original, replacement in replacements:
         module.__dict__[attribute] = replacement
         handle._configs.append((module, attribute, original))
+    for _, module in found.processed:
+        if not is_patched(module.processor):  # one processor may serve several sites
+            handle._processors.append((module.processor, patch_processor(module.processor)))
     for module, tag in tags:
         module.__dict__[TAG] = tag
         handle._tagged.append(module)
@@ -145,7 +167,7 @@ def apply(model: nn.Module, policy: Policy | None = None) -> Handle:
 
 
 @contextlib.contextmanager
-def applied(model: nn.Module, policy: Policy | None = None) -> Iterator[Handle]:
+def applied(model: Any, policy: Policy | None = None) -> Iterator[Handle]:
     """apply() for the length of a with-block; reverts on exit, exceptions included."""
     handle = apply(model, policy)
     try:
@@ -154,10 +176,9 @@ def applied(model: nn.Module, policy: Policy | None = None) -> Iterator[Handle]:
         handle.revert()
 
 
-def plan(model: nn.Module, policy: Policy | None = None) -> Plan:
+def plan(model: Any, policy: Policy | None = None) -> Plan:
     """What apply() would decide, without changing the model; works on meta-device weights. Raises as apply()."""
-    found, _ = _inspect(model)
-    return resolve(policy if policy is not None else Policy(), [site for site, _ in found])
+    return _resolve(policy if policy is not None else Policy(), _inspect(model))
 
 
 def stats() -> list[dict[str, Any]]:
@@ -178,31 +199,64 @@ def stats() -> list[dict[str, Any]]:
     return rows
 
 
-def _inspect(model: nn.Module) -> tuple[list[tuple[AttentionSite, nn.Module]], list[tuple[str, str]]]:
-    """(sites with their modules, unrouted attention modules); raises if the model must not be patched."""
-    if not isinstance(model, nn.Module):
-        hint = "; diffusers pipelines are not supported yet" if hasattr(model, "components") else ""
-        raise PatchError(f"apply() takes a torch.nn.Module; got {type(model).__name__}{hint}")
-    if hasattr(model, "_orig_mod"):
-        raise PatchError("the model is already compiled: apply sage_patch first, then torch.compile(model)")
-    tagged = [name for name, module in model.named_modules() if TAG in module.__dict__]
-    if tagged:
-        raise PatchError(
-            f"{type(model).__name__} is already patched ({len(tagged)} sites, first {tagged[0]!r}); "
-            "call revert() on its handle first"
-        )
-    inner = _without_adapters(model)
-    found = site_finder.find_sites(inner)
-    own = site_finder.own_attention_modules(inner)
-    if not found:
-        if own:
-            name, module = own[0]
+@dataclass(frozen=True)
+class _Found:
+    """What _inspect saw: sites that ask transformers' registry, sites with a diffusers processor, and the rest."""
+
+    roots: list[nn.Module]
+    routed: list[tuple[AttentionSite, nn.Module]]
+    processed: list[tuple[AttentionSite, nn.Module]]
+    unrouted: list[tuple[str, str]]
+
+    @property
+    def sites(self) -> list[tuple[AttentionSite, nn.Module]]:
+        return self.routed + self.processed
+
+
+def _inspect(model: Any) -> _Found:
+    """The sites of a model or pipeline; raises if it must not be patched."""
+    parts = {f"{n}.": m for n, m in denoisers(model).items()}
+    if not parts:
+        if not isinstance(model, nn.Module):
+            raise PatchError(f"apply() takes a torch.nn.Module or a diffusers pipeline; got {type(model).__name__}")
+        parts = {"": model}
+    routed, processed, unrouted = [], [], []
+    for prefix, root in parts.items():
+        if hasattr(root, "_orig_mod"):
+            raise PatchError("the model is already compiled: apply sage_patch first, then torch.compile(model)")
+        tagged = [name for name, module in root.named_modules() if TAG in module.__dict__]
+        if tagged:
+            raise PatchError(
+                f"{type(root).__name__} is already patched ({len(tagged)} sites, first {tagged[0]!r}); "
+                "call revert() on its handle first"
+            )
+        inner = _without_adapters(root)
+        here = find_processor_sites(inner, prefix)
+        routed += site_finder.find_sites(inner)
+        processed += here
+        taken = {id(module) for _, module in here}
+        unrouted += [
+            (prefix + n, type(m).__name__) for n, m in site_finder.own_attention_modules(inner) if id(m) not in taken
+        ]
+    if not routed and not processed:
+        name = type(model).__name__
+        if unrouted:
+            where, what = unrouted[0]
             raise OwnAttentionError(
-                f"{type(model).__name__} computes attention in its own code ({type(module).__name__} at {name!r}), "
+                f"{name} computes attention in its own code ({what} at {where!r}), "
                 "which sage_patch does not reach; the model is unchanged"
             )
-        raise PatchError(f"{type(model).__name__} has no attention site that sage_patch knows; nothing to patch")
-    return found, [(name, type(module).__name__) for name, module in own]
+        raise PatchError(f"{name} has no attention site that sage_patch knows; nothing to patch")
+    return _Found(list(parts.values()), routed, processed, unrouted)
+
+
+def _resolve(policy: Policy, found: _Found) -> Plan:
+    stepped = [i for i, rule in enumerate(policy.rules, start=1) if rule.steps is not None]
+    if stepped and found.processed:
+        raise PatchError(
+            f"rule {stepped[0]} names denoising steps, which are not followed yet; use rules without steps"
+        )
+    return resolve(policy, [site for site, _ in found.sites])
 
 
 def _without_adapters(model: nn.Module) -> nn.Module:
@@ -223,5 +277,5 @@ def _tag(
         on_unsupported=choice.on_unsupported,
         limits=policy.limits,
         original=getattr(config, "_attn_implementation", None) or "",
-        style=styles[id(config)],
+        style=styles.get(id(config), "implicit"),
     )

@@ -7,7 +7,7 @@ Modules are recognised by duck typing and by their source, never by a list of mo
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
@@ -39,10 +39,11 @@ class SiteTag:
     style: MaskStyle
     exact_reason: str = "policy"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SiteTag:
-        """A copied model keeps its plan and counts apart from the original, whose handle it does not have."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copied or unpickled model keeps its plan and counts apart from the original: it has no handle."""
         site = self.key.partition("/")[2]
-        return replace(self, key=COPY_PREFIX + site, group=COPY_PREFIX + "*")
+        rest = (self.recipe, self.on_unsupported, self.limits, self.original, self.style, self.exact_reason)
+        return SiteTag, (COPY_PREFIX + site, COPY_PREFIX + "*", *rest)
 
 
 def find_sites(model: nn.Module) -> list[tuple[AttentionSite, nn.Module]]:
@@ -63,7 +64,7 @@ def own_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _describe(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionSite:
-    stack, index, depth = _place(name, modules)
+    stack, index, depth = place_of(name, modules)
     config = getattr(module, "config", None)
     heads = _first_int(module, config, ("num_heads", "num_attention_heads", "n_heads"))
     groups = getattr(module, "num_key_value_groups", None)
@@ -86,7 +87,7 @@ def _describe(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> At
     )
 
 
-def _place(name: str, modules: dict[str, nn.Module]) -> tuple[str, int | None, int | None]:
+def place_of(name: str, modules: dict[str, nn.Module]) -> tuple[str, int | None, int | None]:
     """(block list, index in it, number of blocks): the outermost numbered container the site sits in."""
     parts = name.split(".")
     for i, part in enumerate(parts):
