@@ -12,6 +12,7 @@
 // Shared memory, dim 128 FP8 / FP16: Q 2 x 24 KB, K 2 x 16 KB, V 2 x 17 / 32 KB, O staging 51 KB,
 // arriving Q 24 KB: 189 + 3 / 219 + 3 KB.
 #include <type_traits>
+#include "dump.cuh"
 #include "mask.cuh"
 #include "params.h"
 #include "ptx.cuh"
@@ -226,6 +227,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16>::threads, 1) attention(const
           const int mine = load_shared_int(limits + 4) + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
           hide(S, visible_keys(mine, keys, 0) - first, visible_keys(mine + 8, keys, 0) - first, tid & 3);
         }
+        SAGE2_DUMP_ONLY(const DumpAt at = dump_at(p, decode<L::rows>(p, t), 64 * w + r, c, end - 1 - turn); dump_scores(at, S);)
         if constexpr (FP16) {
           uint32_t P[32];
           const bool moved = softmax_fp16<kMasked>(S, k_scale, q_scale.x, q_scale.y, state, l0, l1);
@@ -234,14 +236,18 @@ __global__ void __launch_bounds__(Layout<DIM, FP16>::threads, 1) attention(const
             #pragma unroll
             for (int i = 0; i < kOut; i++) O[i] *= i & 2 ? state.a1 : state.a0;
           barrier_wait(ring + kToVFull, parity);
+          SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
           weigh_fp16(O, P, desc_v + stage * (L::v_stage / 16));
+          SAGE2_DUMP_ONLY(dump_sums<DIM>(at, O, state.m0, state.m1, quad_sum(l0), quad_sum(l1));)
         } else {
           uint32_t P[16];
           float T[kOut + 4];                                   // and the row sums, each twice
           softmax_fp8<kMasked>(S, k_scale, q_scale.x, q_scale.y, state);
           pack_probabilities(S, P);
           barrier_wait(ring + kToVFull, parity);
+          SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
           weigh_fp8(T, P, desc_v + stage * (L::v_stage / 16));
+          SAGE2_DUMP_ONLY(dump_sums<DIM>(at, T, state.m0, state.m1, T[kOut], T[kOut + 2]);)
           #pragma unroll
           for (int i = 0; i < kOut; i++) O[i] = fmaf(O[i], i & 2 ? state.a1 : state.a0, T[i]);
           l0 = fmaf(l0, state.a0, T[kOut]), l1 = fmaf(l1, state.a1, T[kOut + 2]);

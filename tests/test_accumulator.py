@@ -7,7 +7,9 @@ import torch
 
 from oracle import T8F8, assert_attention_close, attention, measure, qkv
 from sage_patch.recipes import parse_recipe
-from sage_patch.reference.attention import FP8_ACCUMULATOR_BITS, fp8_accumulate, quantized_attention
+from sage_patch.reference.accumulator import FP8_ACCUMULATOR_BITS, FP16, product
+from sage_patch.reference.accumulator import accumulate as fp8_accumulate
+from sage_patch.reference.attention import quantized_attention
 from sage_patch.reference.visibility import Visibility
 
 
@@ -48,6 +50,31 @@ def test_order_of_the_terms_does_not_matter() -> None:
     products = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     acc = torch.zeros(16, dtype=torch.float64)
     assert torch.equal(fp8_accumulate(products, acc), fp8_accumulate(products.flip(0), acc))
+
+
+def test_result_is_cut_too() -> None:
+    """Two terms whose sum reaches the next power of two lose one bit more, toward zero."""
+    odd = 1 + 2.0**-13
+    assert step([odd, 1.0]) == 2.0  # 2 + 2^-13 is cut at 2^-12
+    assert step([-odd, -1.0]) == -2.0
+    assert step([odd, odd]) == 2 + 2.0**-12
+
+
+def test_products_are_aligned_by_their_factors() -> None:
+    """1.5 * 1.5 = 2.25 has exponent 0, that of its factors: it does not push out a bit that 2.0 would."""
+    p, v = torch.tensor([1.5, 2.0**-6]).double(), torch.tensor([[1.5], [2.0**-7]]).double()
+    assert product(p[None], v).item() == 2.25  # kept at 2^-13, then lost in the result's own cut
+    p, v = torch.tensor([1.5, -1.5, 2.0**-6]).double(), torch.tensor([[1.5], [1.5], [2.0**-7]]).double()
+    assert product(p[None], v).item() == 2.0**-13
+
+
+def test_half_precision_keeps_more() -> None:
+    """FP16: 25 bits below the largest term on the way, float32's 23 in the result."""
+    one, v = torch.tensor([[1.0, 2.0**-12, -1.0]]), torch.tensor([[1.0], [2.0**-13], [1.0]])
+    assert product(one, v, kind=FP16).item() == 2.0**-25
+    assert product(one[:, :2], v[:2], kind=FP16).item() == 1.0
+    assert product(one[:, :2], v[:2], start=torch.tensor([[-1.0]]), kind=FP16).item() == 2.0**-25
+    assert product(one[:, :2] * torch.tensor([1.0, 0.5]), v[:2], start=torch.tensor([[-1.0]]), kind=FP16).item() == 0.0
 
 
 def accumulate(p: torch.Tensor, v: torch.Tensor, fold: int) -> torch.Tensor:

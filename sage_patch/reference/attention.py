@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.recipes import Recipe
+from sage_patch.reference.accumulator import product as tensor_core_product
 from sage_patch.reference.quantize import (
     BLOCK_K,
     BLOCK_Q,
@@ -27,14 +28,13 @@ from sage_patch.reference.quantize import (
     round_e4m3,
     subtract_block_mean,
     subtract_mean,
+    subtract_significant_mean,
 )
 from sage_patch.reference.visibility import Visibility
 
 LOG2E = 1.4426950408889634
 # Added to every exponent so that the largest P of a row becomes E4M3's largest number.
 P_OFFSET_FP8 = math.log2(E4M3_MAX)
-# Fraction bits that the Hopper FP8 tensor core keeps below the largest term of a sum, measured on an H200.
-FP8_ACCUMULATOR_BITS = 13
 _ROWS_PER_STEP = 2048
 
 
@@ -139,7 +139,7 @@ def _prepare_keys(key: Tensor, value: Tensor, visibility: Visibility, recipe: Re
     v_mean = v_scale = None
     if recipe.pv == "fp8":
         if recipe.smooth_v:
-            v_float, v_mean = subtract_mean(value, visible)
+            v_float, v_mean = subtract_significant_mean(value, visible)
         else:
             v_float = hide(value.float(), visible)
         v, v_scale = quantize_e4m3(v_float)
@@ -273,25 +273,9 @@ def _epilogue(
 
 
 def _truncating_product(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(P V, row sum of P) as the FP8 tensor core forms them, 32 keys an instruction.
+    """(P V, row sum of P) as the FP8 tensor core forms them; the row sum is a column of ones beside V.
 
-    p [B, Hkv, G, rows, cols], v [B, Hkv, cols, Dv]. The row sum is a column of ones beside V.
+    p [B, Hkv, G, rows, cols], v [B, Hkv, cols, Dv].
     """
-    v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)[:, :, None, None]  # [B, Hkv, 1, 1, cols, Dv + 1]
-    acc = p.new_zeros(*p.shape[:-1], v.shape[-1], dtype=torch.float64)
-    for k0 in range(0, p.shape[-1], 32):
-        terms = p[..., k0 : k0 + 32, None].double() * v[..., k0 : k0 + 32, :].double()
-        acc = fp8_accumulate(terms, acc)
-    return acc[..., :-1].float(), acc[..., -1].float()
-
-
-def fp8_accumulate(products: Tensor, acc: Tensor) -> Tensor:
-    """One FP8 tensor-core step: acc + sum(products) with the measured 13-bit alignment.
-
-    products float64 [..., K, N], acc float64 [..., N]. All terms are aligned to the largest one and cut toward
-    zero at 2^-13 of its leading power of two, the accumulator included; their sum is then exact.
-    """
-    terms = torch.cat([products, acc.unsqueeze(-2)], dim=-2)
-    largest = terms.abs().amax(dim=-2, keepdim=True)
-    step = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-300))) - FP8_ACCUMULATOR_BITS)
-    return (torch.trunc(terms / step) * step).sum(dim=-2)
+    product = tensor_core_product(p, torch.nn.functional.pad(v, (0, 1), value=1.0)[:, :, None])
+    return product[..., :-1], product[..., -1]

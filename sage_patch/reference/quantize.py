@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.recipes import Granularity, Tiling
+from sage_patch.reference.tile_image import V_SIGNIFICANCE
 
 E4M3_MAX = 448.0
 # Smallest amax that is not treated as zero: below it 127 / amax would overflow float32.
@@ -146,6 +147,21 @@ def subtract_mean(x: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
     count = visible.sum(dim=-1, keepdim=True)[..., None].clamp_min(1)
     mean = _finite(x.sum(dim=-2, keepdim=True) / count)
     return torch.where(visible[..., None], x - mean, 0.0), mean
+
+
+def subtract_significant_mean(x: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """V's smoothing: as `subtract_mean`, but zero instead of the mean in channels where eight times its magnitude does
+    not reach the largest visible value.
+
+    E4M3 is densest around zero, so a small mean buys nothing; and values that lie on a grid already (an FP8 cache, FP8
+    weights) would leave it by an arbitrary amount, after which equal values round alike and their errors add up.
+    """
+    centred, mean = subtract_mean(x, visible)
+    if not x.shape[-2]:
+        return centred, mean
+    x = hide(x.float(), visible)
+    mean = torch.where(mean.abs() * V_SIGNIFICANCE >= x.abs().amax(dim=-2, keepdim=True), mean, 0.0)
+    return hide(x - mean, visible), mean
 
 
 def subtract_block_mean(q: Tensor, block: int) -> tuple[Tensor, Tensor]:

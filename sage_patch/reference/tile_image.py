@@ -16,7 +16,7 @@ V_PITCH = 128
 HALF_PANEL = 64
 MEAN_SAMPLES = 64
 MEAN_GROUPS = 16
-V_SIGNIFICANCE = 8.0
+V_SIGNIFICANCE = 8.0  # a V channel is shifted if its mean is at least 1 / this of its largest value (quantize.cu)
 
 
 def swizzle(row: Tensor, byte: Tensor, pitch: int) -> Tensor:

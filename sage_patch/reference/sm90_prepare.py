@@ -1,0 +1,188 @@
+"""What the Hopper kernels quantize before any product, bit for bit: K and V images, Q rows and their scales.
+
+Everything here is integer, float32 and conversion arithmetic in a fixed order, so the numbers equal the GPU's.
+Sources: cuda_kernels/quantize.cu (K, V), int8.cuh (the INT8 rule), query.cuh (Q), api.cu (the workspace).
+`dim` is the padded head dimension, 64 or 128; a head is one (batch item, kv head) pair; tokens come in blocks of 128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sage_patch.reference import tile_image as ti
+from sage_patch.reference.float32 import e4m3_code, fma, to_half
+
+LOG2E = 1.4426950408889634
+# A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.
+TINY = 1e-30
+E4M3_MAX = 448.0
+
+
+@dataclass
+class Prepared:
+    """Per head: images in token and channel order, scales and smoothing vectors, as the attention kernel reads them."""
+
+    k: Tensor  # int8 [heads, blocks, 128, dim]
+    k_scale: Tensor  # float32 [heads, blocks, 4]
+    v: Tensor  # fp8: uint8 E4M3 codes, fp16: float16 [heads, blocks, 128, dim]
+    k_mean: Tensor  # float32 [heads, dim]
+    v_mean: Tensor  # float32 [heads, dim]
+    v_scale: Tensor  # float32 [heads, dim]
+
+
+@dataclass
+class Queries:
+    """Quantized query rows."""
+
+    q: Tensor  # int8 [batch, heads, q_len, dim]
+    scale: Tensor  # float32 [batch, heads, q_len], times softmax scale and log2(e)
+    dot: Tensor  # float32 [batch, heads, q_len]: softmax scale * (unquantized q . k_mean)
+
+
+def padded_dim(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
+
+
+def from_workspace(raw: Tensor, heads: int, blocks: int, dim: int, fp16: bool) -> Prepared:
+    """Unpacks the bytes of a workspace (layout: place() in api.cu; maps: tile_image)."""
+    raw = raw.cpu()
+    at = 0
+
+    def take(count: int, dtype: torch.dtype) -> Tensor:
+        nonlocal at
+        size = count * dtype.itemsize
+        piece = raw[at : at + size].clone().view(dtype)
+        at += (size + 255) // 256 * 256
+        return piece
+
+    tokens = ti.TILE_TOKENS
+    k_bytes = take(heads * blocks * tokens * dim, torch.uint8).view(heads, blocks, -1)
+    v_bytes = take(heads * blocks * tokens * dim * (2 if fp16 else 1), torch.uint8).view(heads, blocks, -1)
+    if fp16:
+        v = v_bytes.view(torch.float16)[:, :, ti.v16_offsets(dim) // 2]
+    else:
+        v = v_bytes[:, :, ti.v_offsets(dim)]
+    k_scale = take(heads * blocks * ti.SCALE_GROUPS, torch.float32).view(heads, blocks, ti.SCALE_GROUPS)
+    vectors = []
+    for _ in range(3):
+        padded = (heads * dim * 4 + 255) // 256 * 64
+        vectors.append(take(padded, torch.float32)[: heads * dim].view(heads, dim))
+    return Prepared(k_bytes[:, :, ti.k_offsets(dim)].view(torch.int8), k_scale, v, *vectors)
+
+
+def prepare(key: Tensor, value: Tensor, keys: Sequence[int], dim: int, fp16: bool, smooth_v: bool) -> Prepared:
+    """The pre-processing launch. key, value [batch, kv_heads, tokens, head_dim], float16 or bfloat16; keys: the
+    visible length of each item. Blocks that hold no visible token stay zero (the kernel does not write them)."""
+    key, value = key.cpu(), value.cpu()
+    batch, heads, length, d = key.shape
+    blocks = (length + ti.TILE_TOKENS - 1) // ti.TILE_TOKENS
+    images = (batch * heads, blocks, ti.TILE_TOKENS, dim)
+    out = Prepared(
+        k=torch.zeros(images, dtype=torch.int8),
+        k_scale=torch.zeros(batch * heads, blocks, ti.SCALE_GROUPS),
+        v=torch.zeros(images, dtype=torch.float16 if fp16 else torch.uint8),
+        k_mean=torch.zeros(batch * heads, dim),
+        v_mean=torch.zeros(batch * heads, dim),
+        v_scale=torch.zeros(batch * heads, dim),
+    )
+    for b in range(batch):
+        for h in range(heads):
+            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float())
+            _prepare_v(out, b * heads + h, value[b, h, : keys[b]].float(), fp16, smooth_v)
+    return out
+
+
+def _blocked(x: Tensor, dim: int) -> Tensor:
+    """[tokens, channels] -> [blocks, 128, dim], zeros behind the last token and channel."""
+    tokens, channels = x.shape
+    blocks = (tokens + ti.TILE_TOKENS - 1) // ti.TILE_TOKENS
+    x = torch.nn.functional.pad(x, (0, dim - channels, 0, blocks * ti.TILE_TOKENS - tokens))
+    return x.view(blocks, ti.TILE_TOKENS, dim)
+
+
+def _prepare_k(out: Prepared, head: int, k: Tensor) -> None:
+    tokens, channels = k.shape
+    mean = ti.sampled_mean(k)
+    out.k_mean[head, :channels] = mean
+    centred = _blocked(k - mean, out.k.shape[-1])
+    group = ti.k_group(torch.arange(ti.TILE_TOKENS))
+    for g in range(ti.SCALE_GROUPS):
+        mine = centred[:, group == g]
+        amax = _largest(mine, (1, 2))
+        scale, inverse = int8_scale(amax)
+        out.k_scale[head, : len(amax), g] = scale
+        out.k[head, : len(amax), group == g] = int8_values(mine, inverse[:, None, None])
+
+
+def _prepare_v(out: Prepared, head: int, v: Tensor, fp16: bool, smooth_v: bool) -> None:
+    tokens, channels = v.shape
+    mean = ti.v_mean(v) if smooth_v else torch.zeros(channels)
+    # NaN does not count for the range of a channel: it stays where it is. Infinity makes the channel NaN.
+    low = torch.where(v.isnan(), math.inf, v).amin(0) if tokens else torch.zeros(channels)
+    high = torch.where(v.isnan(), -math.inf, v).amax(0) if tokens else torch.zeros(channels)
+    amax = torch.where(low <= high, torch.maximum((low - mean).abs(), (high - mean).abs()), 0.0)
+    if fp16:  # the leading power of two
+        scale = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)
+        inverse = torch.ones_like(scale) / scale
+    else:
+        scale = amax * torch.tensor(1.0 / E4M3_MAX)
+        inverse = torch.full_like(amax, E4M3_MAX) / amax
+    none, infinite = amax < TINY, amax.isinf()
+    scale = torch.where(none, 0.0, torch.where(infinite, math.nan, scale))
+    inverse = torch.where(none | infinite, 0.0, inverse)
+    out.v_mean[head, :channels], out.v_scale[head, :channels] = mean, scale
+    scaled = _blocked((v - mean) * inverse, out.v.shape[-1])
+    out.v[head, : len(scaled)] = to_half(scaled, torch.float16) if fp16 else e4m3_code(scaled)
+
+
+def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The largest magnitude, where NaN exceeds infinity and infinity everything else."""
+    return x.abs().amax(dims)  # torch's maximum keeps NaN
+
+
+def int8_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """(scale, inverse) with x ~ q * scale and q = rint(x * inverse). Non-finite amax: scale NaN, inverse 0."""
+    none, lost = amax < TINY, ~amax.isfinite()
+    # both operands are tensors: `127 / amax` would multiply by a reciprocal, which rounds twice
+    inverse = torch.full_like(amax, 127.0) / amax
+    scale = amax * torch.tensor(1.0 / 127.0)
+    return torch.where(none, 0.0, torch.where(lost, math.nan, scale)), torch.where(none | lost, 0.0, inverse)
+
+
+def int8_values(x: Tensor, inverse: Tensor) -> Tensor:
+    """rint(x * inverse) of the exact product as int8. NaN and infinity times an inverse of zero give -1, the low
+    byte of the NaN that the kernel's magic addition returns; their scale is NaN, so no one sees it."""
+    exact = x.double() * inverse.double()
+    return torch.where(exact.isnan(), -1.0, exact.round()).to(torch.int8)
+
+
+def quantize_queries(query: Tensor, k_mean: Tensor, scale: float) -> Queries:
+    """Q on its way into the attention kernel: INT8 with one scale a row.
+
+    query [batch, heads, q_len, head_dim]; k_mean [batch, kv_heads, dim]; scale: of the softmax.
+    """
+    d, dim = query.shape[-1], k_mean.shape[-1]
+    x = torch.nn.functional.pad(query.float(), (0, dim - d))
+    row_scale, inverse = int8_scale(_largest(x, (-1,)))
+    single = torch.tensor(scale, dtype=torch.float32)
+    log2_scale = (single.double() * LOG2E).float()
+    mean = k_mean.repeat_interleave(query.shape[1] // k_mean.shape[1], dim=1)[:, :, None, :]
+    return Queries(int8_values(x, inverse[..., None]), row_scale * log2_scale, _dot(x, mean) * single)
+
+
+def _dot(x: Tensor, mean: Tensor) -> Tensor:
+    """x . mean as load_q forms it: a lane adds eight neighbouring channels in order, then a butterfly over lanes.
+    (Rows of a CTA's later tiles are added in another order; the difference is some units of the last place.)"""
+    x, mean = torch.broadcast_tensors(x, mean)
+    lanes, means = x.unflatten(-1, (-1, 8)), mean.unflatten(-1, (-1, 8))
+    total = torch.zeros(lanes.shape[:-1])
+    for e in range(8):
+        total = fma(lanes[..., e], means[..., e], total)
+    while total.shape[-1] > 1:  # neighbours first; addition commutes, so every lane ends with the same sum
+        total = total[..., ::2] + total[..., 1::2]
+    return total[..., 0]

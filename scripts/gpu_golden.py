@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Dumps every stage of the Hopper kernel for small shapes, as golden arrays for machines without a GPU.
+
+    python scripts/gpu_golden.py --out tests/kernels/golden_stages.npz
+
+Builds the library with -DSAGE2_DUMP (cuda_kernels/dump.cuh) beside the product library, runs the cases of
+tests/kernels/golden_stages.py on both, requires equal outputs bit for bit, compares every stage with the emulator
+and writes one compressed file of at most 1 MB, the card and the versions inside it as `meta`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
+
+import golden_stages as golden  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from sage_patch.kernels import build, library  # noqa: E402
+from sage_patch.reference.sm90_prepare import padded_dim  # noqa: E402
+
+START = time.monotonic()
+QUIET = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+class Dump(ctypes.Structure):
+    """Sage2Dump of dump.cuh."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("scores", "p", "m", "t")]
+
+
+def build_dump(folder: Path) -> ctypes.CDLL:
+    """The library with its hooks compiled in; it may spill, so it does not go through the gates of `build`."""
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        raise SystemExit("no nvcc was found")
+    target = f"-gencode={build.ARCHITECTURES['90']}"
+    sources = build.source_dir()
+    started = [
+        subprocess.Popen(
+            [nvcc, "-c", target, *build.FLAGS, "-DSAGE2_DUMP", sources / u, "-o", folder / f"{u}.o"], **QUIET
+        )
+        for u in build.UNITS
+    ]
+    for process in started:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise SystemExit(output)
+    objects = [folder / f"{u}.o" for u in build.UNITS]
+    subprocess.run([nvcc, target, *build.LINK_FLAGS, *objects, "-o", folder / "dump.so"], check=True)
+    lib = ctypes.CDLL(str(folder / "dump.so"))
+    lib.sage2_last_error.restype = ctypes.c_char_p
+    lib.sage2_prepare_and_forward.argtypes = [ctypes.c_char_p]
+    lib.sage2_set_dump.argtypes = [ctypes.POINTER(Dump)]
+    return lib
+
+
+def run_case(lib: ctypes.CDLL, case: golden.Case, recipe: str) -> dict[str, torch.Tensor]:
+    """All stages of one call on the GPU, on the CPU: scores, p, m, t, out, lse."""
+    q, k, v = (x.cuda() for x in golden.inputs(case))
+    lens = None if case.kv_lens is None else torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda")
+    tiles, dim = (case.kv_len + 127) // 128, padded_dim(case.head_dim)
+    fp16 = recipe == "qk_int8_pv_fp16"
+    rows = (case.batch, case.heads, case.q_len)
+    stages = {
+        "scores": torch.zeros(*rows, tiles * 128, dtype=torch.int32, device="cuda"),
+        "p": torch.zeros(*rows, tiles * 128, dtype=torch.float16 if fp16 else torch.uint8, device="cuda"),
+        "m": torch.zeros(*rows, tiles, device="cuda"),
+        "t": torch.zeros(*rows, tiles, dim + 1, device="cuda"),
+    }
+
+    def call() -> library.Call:
+        return library.make_call(
+            q,
+            k,
+            v,
+            scale=case.head_dim**-0.5,
+            is_causal=case.is_causal,
+            causal_top_left=case.top_left,
+            kv_lens=lens,
+            recipe=recipe,
+            return_lse=True,
+        )
+
+    product, debug = call(), call()
+    product.run()
+    torch.cuda.synchronize()
+    code = lib.sage2_set_dump(Dump(*(x.data_ptr() for x in stages.values())))
+    code = code or lib.sage2_prepare_and_forward(debug.args)
+    if code:
+        raise SystemExit(f"code {code}: {lib.sage2_last_error().decode()}")
+    torch.cuda.synchronize()
+    for a, b in ((product.out, debug.out), (product.lse, debug.lse)):
+        if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            raise SystemExit(f"{case.name} {recipe}: the debug build computes something else than the product build")
+    return {n: x.cpu() for n, x in (*stages.items(), ("out", product.out), ("lse", product.lse))}
+
+
+def environment() -> dict[str, object]:
+    smi = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    nvcc = build.find_nvcc()
+    return {
+        "card": smi.stdout.strip().splitlines()[0] if smi.stdout.strip() else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "nvcc": None if nvcc is None else build.nvcc_version(nvcc),
+        "inputs": {case.name: golden.fingerprint(golden.inputs(case)) for case in golden.CASES},
+    }
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--out", required=True)
+    args = ap.parse_args()
+    saved: dict[str, np.ndarray] = {"meta": np.array(json.dumps(environment()))}
+    with tempfile.TemporaryDirectory() as tmp:
+        lib = build_dump(Path(tmp))
+        library.load()
+        print(f"both libraries ready after {time.monotonic() - START:.1f} s", flush=True)
+        for case in golden.CASES:
+            for recipe in golden.RECIPES:
+                got = run_case(lib, case, recipe)
+                scores = got.pop("scores")[:, :, case.rows].numpy()
+                if not np.array_equal(saved.setdefault(f"{case.name}.scores", scores), scores):
+                    raise SystemExit(f"{case.name}: the two recipes disagree about the scores")
+                for name, x in got.items():
+                    x = x if name in ("out", "lse") else x[:, :, case.rows]
+                    saved[f"{case.name}.{recipe}.{name}"] = (x.view(torch.int16) if name == "out" else x).numpy()
+                np.savez_compressed(args.out, **saved)  # what is there survives a case that fails
+                print(case.name, recipe, asdict(golden.compare(case, recipe, saved)), flush=True)
+    size = Path(args.out).stat().st_size
+    print(f"{size} bytes after {time.monotonic() - START:.1f} s")
+    if size > 1 << 20:
+        raise SystemExit("more than 1 MB: keep fewer rows")
+
+
+if __name__ == "__main__":
+    main()
