@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sage_patch.kernels import ops
+from sage_patch.kernels import crossover, ops
 from sage_patch.recipes import EXACT, Call, Limits, Recipe, why_not
 from sage_patch.reference.exact import exact_attention, exact_weights
 from sage_patch.reference.quantize import hide
@@ -21,7 +21,8 @@ from sage_patch.reference.visibility import Visibility
 
 Layout = Literal["HND", "NHD"]
 # A call that is merely too short, or has nothing in it, is no failure of the recipe.
-_NEVER_AN_ERROR = ("decode", "short_q", "short_kv", "empty")
+_NEVER_AN_ERROR = ("decode", "short_q", "short_kv", "short", "empty")
+_DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 class UnsupportedCall(ValueError):
@@ -79,10 +80,11 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
     if mask is not None:
         kind = "bool" if mask.dtype == torch.bool else "float"
     tensors = (query, key, value, mask, options.sinks)
+    backend = ops.backend_for(query.device)
     return Call(
-        backend=ops.backend_for(query.device),
+        backend=backend,
         device=query.device.type,
-        dtype=str(query.dtype).removeprefix("torch.") if same_dtype else "mixed",
+        dtype=_DTYPE_NAMES.get(query.dtype, "other") if same_dtype else "mixed",
         head_dim=query.shape[-1],
         v_head_dim=value.shape[-1],
         num_heads=query.shape[1],
@@ -99,6 +101,10 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         return_lse=options.return_lse,
         dropout=options.dropout_p > 0,
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
+        batch=query.shape[0],
+        crossover=crossover.lengths(query.device.index, query.shape[-1], options.right == 0)
+        if backend == "sm90"
+        else (),
     )
 
 
@@ -112,8 +118,8 @@ def choose(
 ) -> tuple[Recipe, str]:
     """(recipe that will run, reason): the recipe asked for with an empty reason, or "exact" and why.
 
-    exact_reason: what is counted when "exact" itself was asked for. site: named in the error. Raises UnsupportedCall where the recipe
-    cannot run the call and `on_unsupported` is "error"; a call that is merely too short is never an error.
+    exact_reason: what is counted when "exact" itself was asked for. site: named in the error. Raises UnsupportedCall
+    where the recipe cannot run the call and `on_unsupported` is "error"; a call that is merely too short is never one.
     """
     if recipe.is_exact:
         return recipe, "needs_grad" if call.needs_grad else exact_reason
@@ -147,7 +153,7 @@ def attend(
     if call.needs_grad or call.dropout:
         return _differentiable(query, key, value, options, reason, site)
     o = options
-    out, lse = ops.attention(
+    out, lse = ops.attend(
         query, key, value, o.attn_mask, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k,
         o.scale_for(query.shape[-1]), o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout,
         recipe.name, reason, site,

@@ -169,7 +169,8 @@ class Policy:
 
     recipe: a name of `recipes.recipe_names()`, or a variant of one. on_unsupported: a call that the recipe
     cannot run goes "exact", counted with its reason, or is an "error". quantize_fp32: quantize float32 inputs
-    too. min_q_len, min_kv_len: fewer query rows or keys go exact; None takes the values of `recipes.Limits`.
+    too. min_q_len, min_kv_len: fewer query rows or keys go exact; None takes the values of `recipes.Limits`. With
+    both None, calls that a card's measurements say are faster exact go exact too (reason "short").
     """
 
     recipe: str = AUTO
@@ -186,7 +187,8 @@ class Policy:
     def limits(self) -> Limits:
         """When a call is too short, or its inputs too precise, to be quantized."""
         given = {"min_q_len": self.min_q_len, "min_kv_len": self.min_kv_len}
-        return Limits(quantize_fp32=self.quantize_fp32, **{k: v for k, v in given.items() if v is not None})
+        given = {k: v for k, v in given.items() if v is not None}
+        return Limits(quantize_fp32=self.quantize_fp32, crossover=not given, **given)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Smooth = Literal["none", "k", "q", "qk"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
@@ -26,7 +26,8 @@ class Recipe:
     smooth: which of Q and K have their mean removed before quantization (SageAttention2, section 3.1).
         K's mean is one vector per head and cannot change the softmax; Q's mean is one vector per block of
         query rows and comes back as an exact correction term.
-    smooth_v: V's per-channel mean is removed before E4M3 and added back to the output.
+    smooth_v: V's per-channel mean is removed before E4M3, where it is large enough to matter, and added back to the
+        output.
     granularity: how many tokens share one INT scale; "thread" is the paper's per-thread grouping (section 3.2).
     tiling: whose thread layout "warp" and "thread" mean: mma.sync (128x64 tiles, 32 rows a warp) or
         wgmma (128 keys a tile, 16 rows a warp).
@@ -112,6 +113,8 @@ def parse_recipe(text: str) -> Recipe:
 
 def is_variant(recipe: Recipe) -> bool:
     """True if the recipe differs from the plain rung of the ladder that it is named after."""
+    if ":" not in recipe.name:
+        return False
     base = RECIPES[recipe.name.partition(":")[0]]
     return any(getattr(base, f.name) != getattr(recipe, f.name) for f in fields(Recipe) if f.name != "name")
 
@@ -125,8 +128,7 @@ def nearest(word: str, known: object) -> str:
     return f"; known: {', '.join(names)}" if names else "; there are none"
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The static facts of one attention call: what the envelope may look at.
 
     Everything here is known on the host without reading a tensor's values, so the decision is made
@@ -153,6 +155,8 @@ class Call:
     dropout: bool = False
     needs_grad: bool = False
     weights: bool = False  # the caller wants the attention weights themselves
+    batch: int = 1
+    crossover: tuple[tuple[str, int], ...] = ()  # the card's measured break-even length of each recipe
 
 
 @dataclass(frozen=True)
@@ -163,14 +167,33 @@ class Limits:
     min_kv_len: fewer keys than this go exact (reason "short_kv").
     quantize_fp32: fp32 inputs are quantized too; otherwise they go exact (reason "dtype_float32"),
         because who runs fp32 asked for fp32 accuracy.
+    crossover: calls that are faster exact by the card's own measurements go exact (reason "short", see
+        `breaks_even`). Off wherever a user chose the lengths.
     """
 
     min_q_len: int = 16
     min_kv_len: int = 128
     quantize_fp32: bool = False
+    crossover: bool = True
 
 
-NO_LIMITS = Limits(min_q_len=1, min_kv_len=1, quantize_fp32=True)
+NO_LIMITS = Limits(min_q_len=1, min_kv_len=1, quantize_fp32=True, crossover=False)
+
+CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
+
+
+def breaks_even(recipe: Recipe, call: Call) -> bool:
+    """Is the whole quantized call at least as fast as exact attention, by the break-even lengths in `call`?
+
+    A length L was measured with q_len = kv_len = L and batch x heads = CROSSOVER_HEADS. Below it the rewriting of K
+    and V (which grows with kv_len, while what it saves grows with q_len) and the start of a kernel cost more than the
+    faster products save. So both lengths must reach L, and the call must hold as much work, batch x heads x q_len x
+    kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
+    """
+    length = dict(call.crossover).get(recipe.name, 0)
+    if call.q_len < length or call.kv_len < length:
+        return False
+    return call.batch * call.num_heads * call.q_len * call.kv_len >= CROSSOVER_HEADS * length * length
 
 
 def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None:
@@ -201,7 +224,7 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None
         # INT8 products of up to 1,024 channels are exact in the float32 matmul that the reference uses.
         return "head_dim" if call.head_dim > 1024 else None
     if call.backend == "sm90":
-        return _sm90_why_not(recipe, call)
+        return _sm90_why_not(recipe, call) or ("short" if limits.crossover and not breaks_even(recipe, call) else None)
     return f"no_kernel_for_{call.device}"
 
 

@@ -173,7 +173,9 @@ def test_rows_hold_what_tables_show() -> None:
 
 def test_limits_fill_in_what_the_policy_leaves_open() -> None:
     assert Policy().limits == Limits()
-    assert Policy(min_kv_len=512, quantize_fp32=True).limits == Limits(16, 512, True)
+    assert Policy(quantize_fp32=True).limits == Limits(16, 128, True, crossover=True)
+    # a length that the user chose is the only one that counts
+    assert Policy(min_kv_len=512, quantize_fp32=True).limits == Limits(16, 512, True, crossover=False)
 
 
 def test_a_rule_wants_a_span_not_its_written_form() -> None:

@@ -1,1 +1,1 @@
-"""Everything that touches the compiled library: build.py finds or builds it, library.py calls it, ops.py registers the operator."""
+"""The compiled library: build.py finds or builds it, library.py calls it, ops.py registers the operator."""

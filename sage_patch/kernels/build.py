@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -175,6 +176,29 @@ def build(architectures: Sequence[str] = ("90",), out: Path | str | None = None)
         os.replace(partial, target)
         return target
     return library
+
+
+def build_prebuilt(architectures: Sequence[str], out: Path | str | None = None) -> str:
+    """Build a library to ship, and say in one line what was built, where, and in how many seconds.
+
+    out: a folder (the file is named for the architectures), a file ending in .so, or None: beside this package's
+    kernels, where it is preferred over a build of one's own. Raises BuildError as `build` does, and for another file
+    name; OSError where it cannot be written.
+    """
+    names = _check_architectures(architectures)
+    target = HERE if out is None else Path(out)
+    if target.suffix == ".so":
+        pass
+    elif target.suffix and not target.is_dir():
+        raise BuildError(f"cannot write the library to {target}: give a folder, or a file name that ends in .so")
+    else:
+        target = target / f"libsage2-sm{'-'.join(names)}.so"
+    started = time.monotonic()
+    path = build(names, target)
+    return (
+        f"built {path} for {', '.join('sm_' + n + 'a' for n in names)}: {path.stat().st_size / 1e6:.1f} MB, "
+        f"{time.monotonic() - started:.1f} s"
+    )
 
 
 def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, library: Path) -> None:

@@ -125,10 +125,14 @@ def _pack(
             raise ValueError(f"kv_lens must be a contiguous int32 tensor of shape ({qs[0]},) on {query.device}")
         lens = kv_lens.data_ptr()
     h, n = (1, 2) if tensor_layout == "HND" else (2, 1)
-    oh, on = (1, 2) if out_layout == "HND" else (2, 1)
     shape = (qs[0], qs[h], ks[h], qs[n], ks[n], qs[3], recipe)
     size = _workspace_sizes.get(shape) or workspace_bytes(*shape)
-    out = query.new_empty(qs if h == oh else (qs[0], qs[2], qs[1], qs[3]))
+    if tensor_layout == out_layout:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    elif qt == (qs[1] * qs[2] * qs[3], qs[3], qs[1] * qs[3], 1):
+        out = torch.empty_like(query)  # takes the query's own strides, which are those of the other layout
+    else:
+        out = query.new_empty((qs[0], qs[2], qs[1], qs[3])).transpose(1, 2)
     ot = out.stride()
     lse = torch.empty((qs[0], qs[h], qs[n]), dtype=torch.float32, device=query.device) if return_lse else None
     stream = torch._C._cuda_getCurrentRawStream(index)
@@ -165,8 +169,8 @@ def _pack(
         vt[h],
         vt[n],
         ot[0],
-        ot[oh],
-        ot[on],
+        ot[h],
+        ot[n],
     )
     return args, out, lse, workspace, (query, key, value)
 
@@ -272,7 +276,8 @@ def forward(
     """Quantized attention on CUDA tensors of one device; any view whose last dimension has stride 1 is read in place.
 
     tensor_layout: "HND" [batch, heads, tokens, head_dim] or "NHD" [batch, tokens, heads, head_dim], of all three
-        inputs; out_layout: of the output, which is a new contiguous tensor of the inputs' dtype.
+        inputs and of the output's shape; out_layout: in which order the output, a new tensor of the inputs' dtype, lies
+        in memory, contiguous.
     scale: of the softmax. is_causal: row i sees key j where j <= i + kv_len - q_len (the item's own kv length), or
         j <= i with causal_top_left. kv_lens: int32 [batch] on the device; keys from kv_lens[b] on
         do not exist for item b.

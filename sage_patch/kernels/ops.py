@@ -8,10 +8,11 @@ through `count`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,9 +78,19 @@ def backend_for(device: torch.device) -> str:
     """Which backend computes quantized recipes on tensors of this device: "reference", "sm90" or "none"."""
     if device.type == "cpu":
         return "reference"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        return "sm90"
-    return "none"
+    if device.type != "cuda":
+        return "none"
+    return _cuda_backend(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@torch.compiler.assume_constant_result
+def _cuda_backend(index: int) -> str:
+    return _cached_cuda_backend(index)  # apart: a compiler looks through a cache, past the mark above
+
+
+@functools.cache
+def _cached_cuda_backend(index: int) -> str:
+    return "sm90" if torch.cuda.get_device_capability(index) == (9, 0) else "none"
 
 
 def prepare(device: torch.device) -> None:
@@ -111,7 +122,37 @@ def visibility_of(
     )
 
 
-def _attention(
+_DEVICES = ("cpu", "cuda")
+_parse_recipe = functools.cache(parse_recipe)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    """The operator `attention`, with its arguments; its body at once where nobody could see the difference.
+
+    The dispatcher costs several microseconds a call. Only compilers, tracers, tensor subclasses and dispatch modes need
+    to see an operator; a plain eager call does not.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or type(query) is not Tensor
+        or type(key) is not Tensor
+        or type(value) is not Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()
+        or query.device.type not in _DEVICES
+    ):
+        return attention(query, key, value, *rest)
+    return _body(query, key, value, *rest)
+
+
+def _attention(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _body(query, *rest)
+    return out, lse if lse is not None else query.new_empty((0,), dtype=torch.float32)
+
+
+def _body(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -130,19 +171,18 @@ def _attention(
     recipe: str,
     reason: str,
     site: str,
-) -> tuple[Tensor, Tensor]:
-    chosen = parse_recipe(recipe)
+) -> tuple[Tensor, Tensor | None]:
+    chosen = _parse_recipe(recipe)
     backend = "exact" if chosen.is_exact else backend_for(query.device)
     _COUNTS[CallKey(site, recipe, backend, reason)] += 1
     for observer in _OBSERVERS:
         observer(ObservedCall(site, query, key, value, attn_mask, scale, left, right, top_left))
     if backend == "sm90":  # the envelope has let nothing else through than what the kernel takes
-        out, lse = library.forward(
+        return library.forward(
             query, key, value, out_layout=out_layout,  # type: ignore[arg-type]
             scale=scale, is_causal=right == 0, causal_top_left=top_left, kv_lens=kv_lens,
             recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse,
         )  # fmt: skip
-        return out.transpose(1, 2) if out_layout == "NHD" else out, lse if lse is not None else _no_lse(query)
     if kv_lens is not None:
         lengths = (torch.arange(key.shape[2], device=key.device) < kv_lens[:, None])[:, None, None, :]
         attn_mask = lengths if attn_mask is None else attn_mask & lengths
@@ -151,7 +191,7 @@ def _attention(
         if cu_seqlens_q is None or cu_seqlens_k is None:
             visibility = visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
             out, lse = _run(chosen, query, key, value, visibility, scale, softcap, sinks, return_lse)
-            return _in_layout(out, out_layout), lse if lse is not None else _no_lse(query)
+            return _in_layout(out, out_layout), lse
         out, lse_all = _empty_outputs(query, value, return_lse, out_layout)
         out.zero_()  # tokens that belong to no sequence
         lse_all.fill_(-math.inf)
@@ -253,9 +293,9 @@ def _count_fake(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
     return None
 
 
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("attention", _attention, _device)
-    _LIBRARY.impl("count", _count, _device)
+for _device in _DEVICES:
+    _LIBRARY.impl("attention", _attention, _device.upper())
+    _LIBRARY.impl("count", _count, _device.upper())
 torch.library.register_fake("sage_patch::attention", _attention_fake, lib=_LIBRARY)
 torch.library.register_fake("sage_patch::count", _count_fake, lib=_LIBRARY)
 
