@@ -1,4 +1,4 @@
-"""The command line: run | plan | env. Heavy imports happen inside the commands, so that --help is fast.
+"""The command line: run | plan | bench | build | env. Heavy imports happen inside the commands, so that --help is fast.
 
 Exit codes: 0 done, 1 a target was missed or the self-test failed, 2 an error in what was asked for, 130 interrupted.
 """
@@ -93,6 +93,81 @@ def plan(
 
 
 @app.command()
+def bench(
+    head_dims: Annotated[str, typer.Option(metavar="D,...", help="Head dimensions, up to 128.")] = "128,64",
+    lengths: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Sequence lengths.  [default: 1024 to 32768; crossover: 256 up]")
+    ] = None,
+    masks: Annotated[str, typer.Option(metavar="MASK,...", help="full, causal")] = "full,causal",
+    recipes: Annotated[
+        str, typer.Option(metavar="RECIPE,...", help="Recipes that a kernel computes.")
+    ] = "qk_int8_pv_fp8,qk_int8_pv_fp16",
+    batch: Annotated[int, typer.Option(min=0, help="0: as many as make batch x heads 128, fewer above 8192.")] = 0,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=0, help="Key and value heads; 0: as many as query heads.")] = 0,
+    peers: Annotated[bool, typer.Option(help="Also time FlashAttention and cuDNN, where installed.")] = True,
+    seconds: Annotated[float, typer.Option(help="Begin no new shape after so many seconds.")] = 600.0,
+    crossover: Annotated[
+        bool, typer.Option("--crossover", help="Measure from which length quantizing pays on this card.")
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option(help="Write the card's crossover lengths here, not into the user's cache.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.png.")] = None,
+    plot: Annotated[bool, typer.Option(help="Draw bench.png.")] = True,
+) -> None:
+    """Time the compiled kernels on this GPU, beside other attention kernels."""
+    with _clean_errors():
+        from sage_patch.evaluation import bench as benchmark
+        from sage_patch.evaluation.bench_tables import bench_tables, crossover_table, write_bench
+        from sage_patch.evaluation.tables import show
+        from sage_patch.kernels import crossover as crossovers
+
+        numbers = benchmark.CROSSOVER_LENGTHS if crossover else benchmark.LENGTHS
+        plan_ = benchmark.plan(
+            head_dims=benchmark.numbers("--head-dims", head_dims),
+            lengths=benchmark.numbers("--lengths", lengths) if lengths else numbers,
+            masks=masks.split(","),
+            recipes=recipes.split(","),
+            heads={"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads},
+            peers=crossovers.EXACT_PEERS if crossover else tuple(benchmark.PEERS) if peers else (),
+            seconds=seconds,
+            note={"command": shlex.join(["sage-patch", *sys.argv[1:]])},
+        )
+        benchmark.require_gpu()
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+        console = _console()
+        with _progress(console, loads_models=False) as progress:
+            result = benchmark.run(plan_, progress)
+        show(bench_tables(result), console)
+        if crossover:
+            name, card = benchmark.crossover_card(result)
+            show([crossover_table(name, card)], console)
+            path = table or crossovers.user_table()
+            crossovers.write(path, name, card)
+            _say(f"wrote {path}")
+        if out is not None:
+            _say(f"wrote {', '.join(map(str, write_bench(out, result, plot)))}")
+
+
+@app.command()
+def build(
+    arch: Annotated[
+        list[str] | None, typer.Option(metavar="CC", help="Compute capability, such as 90; may be given several times.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder or a .so file.  [default: beside the package, where it is preferred]")
+    ] = None,
+) -> None:
+    """Compile the CUDA kernels into one library, for a wheel or a machine without nvcc."""
+    with _clean_errors():
+        from sage_patch.kernels.build import build_prebuilt
+
+        typer.echo(build_prebuilt(arch or ["90"], out))
+
+
+@app.command()
 def env(
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -155,11 +230,12 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
+def _progress(console: Console, loads_models: bool = True) -> Iterator[Progress]:
     """A progress bar on a terminal; elsewhere one line whenever another kind of work begins."""
-    from sage_patch.evaluation.models import quiet_loading
+    if loads_models:
+        from sage_patch.evaluation.models import quiet_loading
 
-    quiet_loading()
+        quiet_loading()
     if not console.is_terminal:
         seen = set()
 
@@ -189,7 +265,7 @@ def _clean_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         _say("interrupted; nothing was written")
         raise typer.Exit(130) from None
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         # Every error class of this package tells what was asked, what was found and what to do.
         if not type(error).__module__.startswith("sage_patch."):
             raise

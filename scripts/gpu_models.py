@@ -3,7 +3,8 @@
     python scripts/gpu_models.py --parts lm,wan,cogvideox,flux --out results.json
 
 lm: the trained language models in bf16, 16 windows of held-out text: KL(unpatched || patched) per recipe, beside bf16's
-own noise KL(float32 || bf16), and what ran. wan, cogvideox, flux: random weights in the shape of Wan-2.1-14B (3 layers,
+own noise KL(float32 || bf16), and KL(bf16 || bf16 by another exact kernel), which two bf16 runs differ by anyway.
+wan, cogvideox, flux: random weights in the shape of Wan-2.1-14B (3 layers,
 75,600 tokens), CogVideoX-5B (6 layers, 17,776 tokens) and Flux-dev (4 + 8 layers, 4,608 tokens): one forward pass,
 median of CUDA-event times, with torch's default attention, FlashAttention-3 where installed, and patched; the outputs
 are compared in the same run and the peak memory is read beside.
@@ -27,6 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import sage_patch
@@ -54,7 +56,7 @@ def language_models() -> list[dict[str, Any]]:
             continue
         half, _ = load_text_model(config.model.model_copy(update={"dtype": "bfloat16"}))
         windows = text_windows(tokenizer, config.task, wide)
-        noise = TextComparison()
+        noise, floor = TextComparison(), TextComparison()
         trials = {recipe: TextComparison() for recipe in RECIPES}
         calls: dict[str, Any] = {}
         with torch.no_grad():
@@ -62,6 +64,8 @@ def language_models() -> list[dict[str, Any]]:
                 exact = half(window[None]).logits[0].float()
                 noise.add(exact, ExactWindow(wide(window[None]).logits[0].float(), window))
                 kept = ExactWindow(exact, window)
+                with sdpa_kernel(SDPBackend.MATH):  # exact too, rounded at other places
+                    floor.add(half(window[None]).logits[0].float(), kept)
                 for recipe, comparison in trials.items():
                     with sage_patch.applied(half, Policy(recipe=recipe, min_q_len=1, min_kv_len=1)) as handle:
                         comparison.add(half(window[None]).logits[0].float(), kept)
@@ -77,6 +81,7 @@ def language_models() -> list[dict[str, Any]]:
                 "model": name,
                 "windows": len(windows),
                 "bf16_noise": noise.summary(),
+                "bf16_floor": floor.summary(),
                 "recipes": {r: t.summary() for r, t in trials.items()},
                 "backends": {r: sorted({(c["backend"], c["reason"]) for c in c_}) for r, c_ in calls.items()},
                 "text": {"unpatched": tokenizer.decode(before), "patched": tokenizer.decode(after)},

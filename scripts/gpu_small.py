@@ -11,6 +11,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
@@ -36,7 +37,7 @@ def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("--golden", default="")
     args = ap.parse_args()
-    saved: dict[str, np.ndarray] = {}
+    saved: dict[str, Any] = {}
     bad = 0
     for d, n, kn in ((64, 70, 200), (128, 70, 300), (40, 300, 130), (128, 1, 1)):
         host = tensors(d, n, kn, torch.float16 if d == 64 else torch.bfloat16)
@@ -52,6 +53,7 @@ def main() -> None:
                     e = oracle.errors(call.out, ref)
                     bad += not oracle.acceptable(e, recipe)
                     print(d, n, kn, recipe, causal, shift, e, flush=True)
+                assert call.lse is not None
                 key = f"{d}.{n}.{recipe}.{int(causal)}"
                 saved[f"{key}.out"], saved[f"{key}.lse"] = (
                     call.out.cpu().view(torch.int16).numpy(),

@@ -56,7 +56,38 @@ def families() -> str:
     )
 
 
-TABLES = {"quickstart": quickstart, "families": families}
+def models() -> str:
+    """End-to-end time of whole forward passes on a GPU, with the error beside."""
+    record = _load("models_h200.json")
+    ways = {
+        "sdpa_default": "torch default",
+        "fa3_bf16": "FlashAttention-3",
+        "qk_int8_pv_fp8": "`qk_int8_pv_fp8`",
+        "qk_int8_pv_fp16": "`qk_int8_pv_fp16`",
+    }
+    lines = [
+        "| one forward pass, bf16, random weights | "
+        + " | ".join(f"{w}, ms" for w in ways.values())
+        + " | gain | rel. L1 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for part in ("wan", "cogvideox", "flux"):
+        row = record[part]
+        times = " | ".join(f"{row[w]['ms']:.1f}" for w in ways)
+        ours = row["qk_int8_pv_fp8"]
+        lines.append(f"| {row['model']} | {times} | {ours['speedup_over_default']:.2f} x | {ours['relative_l1']:.4f} |")
+    packages = record["environment"]["packages"]
+    lines += [
+        "",
+        f"{record['card']} (driver, power limit), torch {packages['torch']}, diffusers {packages['diffusers']}; "
+        f"`{record['command']}`; medians, all pre-processing included; gain and rel. L1 (of the model's output against "
+        "the unpatched one) are of `qk_int8_pv_fp8`. Peak memory grows by at most 0.2 %. Calls below the measured "
+        "crossover stay exact, the cross-attention of Wan and all of Flux under FP16 PV among them.",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"quickstart": quickstart, "families": families, "models": models}
 
 
 def _load(name: str) -> Any:

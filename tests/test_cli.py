@@ -151,7 +151,7 @@ def test_a_results_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPa
     (tmp_path / "results.json").write_text("old")
     monkeypatch.setattr(tables.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        tables._write_whole(tmp_path / "results.json", "new")
+        tables.write_whole(tmp_path / "results.json", "new")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("results.json", "old")]
 
 
@@ -183,7 +183,7 @@ def test_tables_fit_a_narrow_terminal() -> None:
 
 
 def test_not_a_number_is_null_in_json_and_meets_no_target() -> None:
-    assert tables._plain({"a": [float("nan"), float("inf"), 1.5, 2, None, True]}) == {
+    assert tables.plain({"a": [float("nan"), float("inf"), 1.5, 2, None, True]}) == {
         "a": [None, None, 1.5, 2, None, True]
     }
     config = load_run_config(TINY, ["targets.policy.max_kl=1"])

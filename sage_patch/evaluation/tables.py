@@ -107,8 +107,8 @@ def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
         f"{results['environment']['cpu']['name']}, torch {facts['torch']}, transformers {facts['transformers']}\n\n"
     )
     files = [folder / "results.json", folder / "results.md"]
-    _write_whole(files[0], json.dumps(_plain(results), indent=1, allow_nan=False) + "\n")
-    _write_whole(files[1], head + "\n".join(t.markdown() for t in run_tables(results)))
+    write_whole(files[0], json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
+    write_whole(files[1], head + "\n".join(t.markdown() for t in run_tables(results)))
     return files
 
 
@@ -254,18 +254,19 @@ def _heads(row: dict[str, Any]) -> str:
     return f"{counts} x {head_dim}" if heads and head_dim else ""
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """JSON has no NaN or infinity: they become null."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and value - value != 0:
         return None
     return value
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
