@@ -54,6 +54,14 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
+def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Texts with YAML's rarer line breaks or invisible characters are quoted and escaped; PyYAML would fold them."""
+    visible = text.isprintable() or text.replace("\n", "").isprintable()
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if visible else '"')
+
+
+_Dumper.add_representer(str, _write_text)
+
 _PLAIN = (
     ("null", r"(~|null|)$", ["~", "n", ""]),
     ("bool", r"(true|false)$", list("tf")),
