@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import multiprocessing
 import re
 import shutil
@@ -143,7 +144,8 @@ def test_machine_code(built: Path) -> None:
     tool = cuobjdump()
     if tool is None:
         pytest.skip("no cuobjdump (pip install nvidia-cuda-cuobjdump)")
-    sass = subprocess.run([tool, "-sass", str(built)], capture_output=True, text=True, check=True).stdout
+    beside = {**os.environ, "PATH": f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}"}  # it runs nvdisasm
+    sass = subprocess.run([tool, "-sass", str(built)], capture_output=True, text=True, check=True, env=beside).stdout
     seen = set()
     for function in sass.split("Function : ")[1:]:
         code = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\*", function)]
