@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import os
 import multiprocessing
+import os
 import re
 import shutil
 import subprocess
