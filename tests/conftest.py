@@ -6,8 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from sage_patch.kernels import ops
+
+# Same examples in every run, and no time limit on one: a slow machine is not a failure. Search further with
+# `--hypothesis-profile=search`.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=2000)
+settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

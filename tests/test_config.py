@@ -251,3 +251,10 @@ def test_yaml_text_round_trip(value: object) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_shipped_configurations_are_valid(path: Path) -> None:
     load_run_config(path)
+
+
+@pytest.mark.parametrize("text", ["\x85", "a\u2028b", "two\nlines\n", "tab\t", "\x07", " ", "on", "1e-3", "é"])
+def test_awkward_texts_survive(text: str) -> None:
+    """PyYAML folds the rarer line breaks of plain texts; a reason may hold anything."""
+    value = {"reason": text, text: [text]}
+    assert read_yaml(write_yaml(value)).value == value
