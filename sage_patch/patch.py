@@ -42,9 +42,8 @@ class Handle:
     model keep their plan but are not counted or reverted by it.
     """
 
-    def __init__(self, model: Any, plan: Plan, token: str, unrouted: list[tuple[str, str]]):
+    def __init__(self, plan: Plan, token: str, unrouted: list[tuple[str, str]]):
         self.plan = plan
-        self._model = model
         self._token = token
         self._unrouted = unrouted
         self._configs: list[tuple[nn.Module, str, Any]] = []
@@ -147,7 +146,7 @@ def apply(model: Any, policy: Policy | None = None) -> Handle:
     for device in {parameter.device for root in found.roots for parameter in root.parameters()}:
         ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
     token = f"h{next(_HANDLE_NUMBERS)}/"
-    handle = Handle(model, plan, token, found.unrouted)
+    handle = Handle(plan, token, found.unrouted)
     styles = mask_styles(found.routed) if found.routed else {}
     replacements = [r for root in found.roots for r in config_copies(root, styles)] if found.routed else []
     tags = [(module, _tag(site, module, plan, policy, token, styles)) for site, module in found.sites]

@@ -154,7 +154,6 @@ class Call(NamedTuple):
     return_lse: bool = False
     dropout: bool = False
     needs_grad: bool = False
-    weights: bool = False  # the caller wants the attention weights themselves
     batch: int = 1
     crossover: tuple[tuple[str, int], ...] = ()  # the card's measured break-even length of each recipe
 
@@ -203,8 +202,6 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None
     """
     if recipe.is_exact:
         return "policy"
-    if call.weights:
-        return "output_attentions"
     if call.needs_grad:
         return "needs_grad"
     if call.dropout:

@@ -16,12 +16,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
 
-import kernel_mirror as mirror  # noqa: E402
 import kernel_oracle as oracle  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from sage_patch.kernels import library  # noqa: E402
+from sage_patch.reference import sm90_prepare as mirror  # noqa: E402
 
 
 def tensors(d: int, n: int, kn: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -293,3 +293,19 @@ def test_compiled_after_apply_still_counts():
             assert torch.allclose(logits(compiled, IDS, use_cache=False), reference, atol=1e-5)
         assert sum(r["calls"] for r in handle.stats()) == eager_calls + 6
         assert {r["site"] for r in handle.stats()} >= {"*"}
+
+
+def test_missing_kernels_are_found_at_apply_with_the_model_untouched(monkeypatch):
+    from sage_patch.kernels import library, ops
+    from sage_patch.kernels.build import BuildError
+
+    def no_library():
+        raise BuildError("no nvcc was found")
+
+    model = text_model()
+    before, registries = snapshot(model), registry_snapshot()
+    monkeypatch.setattr(ops, "backend_for", lambda device: "sm90")
+    monkeypatch.setattr(library, "load", no_library)
+    with pytest.raises(BuildError, match="no nvcc"):
+        sage_patch.apply(model)
+    assert snapshot(model) == before and registry_snapshot() == registries

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from sage_patch.kernels.build import cache_dir
 
 if TYPE_CHECKING:
     from sage_patch.config import ModelSpec
@@ -61,12 +62,6 @@ def resolve_device(name: str) -> str:
         if index >= torch.cuda.device_count():
             raise ModelError(f"model.device is {name}, and there are {torch.cuda.device_count()} CUDA devices here")
     return name
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $SAGE_PATCH_CACHE, or sage_patch in the user's cache folder."""
-    given = os.environ.get("SAGE_PATCH_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sage_patch"
 
 
 def _folder(spec: ModelSpec) -> str:
@@ -136,7 +131,7 @@ def _converted(gguf: Path, sha256: str | None) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 is not None and digest != sha256:
         raise ModelError(f"{gguf.name} has sha256 {digest}, and the configuration pins {sha256}")
-    target = cache_folder() / "models" / f"{gguf.stem}-{digest[:16]}-transformers{transformers.__version__}"
+    target = cache_dir() / "models" / f"{gguf.stem}-{digest[:16]}-transformers{transformers.__version__}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

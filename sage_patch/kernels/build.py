@@ -49,8 +49,10 @@ def source_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "sage_patch"
+    """Where built libraries, measured crossovers and converted models are kept: $SAGE_PATCH_CACHE, or sage_patch in
+    the user's cache folder."""
+    given = os.environ.get("SAGE_PATCH_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sage_patch"
 
 
 def find_nvcc() -> Path | None:

@@ -149,7 +149,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tenso
 
 def _attention(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     out, lse = _body(query, *rest)
-    return out, lse if lse is not None else query.new_empty((0,), dtype=torch.float32)
+    return out, lse if lse is not None else _no_lse(query)
 
 
 def _body(

@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 
 import golden_stages as golden
-import kernel_mirror as mirror
 import kernel_oracle as oracle
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.reference import sm90
+from sage_patch.reference import sm90_prepare as mirror
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 STAGES_FILE = Path(__file__).with_name("golden_stages.npz")

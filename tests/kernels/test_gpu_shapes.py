@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import kernel_mirror as mirror
 import kernel_oracle as oracle
 import pytest
 import torch
@@ -13,6 +12,7 @@ from gpu_cases import DEVICE, FP8, FP16, RECIPES, check, forward, normal, poison
 from torch import Tensor
 
 from sage_patch.kernels import library
+from sage_patch.reference import sm90_prepare as mirror
 
 pytestmark = pytest.mark.gpu
 

@@ -42,3 +42,13 @@ def test_modes_transforms_and_profilers_see_the_operator() -> None:
         ops.attend(q, q, q, *REST)
     assert "sage_patch::attention" in {event.key for event in profile.key_averages()}
     assert ops.attend(q.to("meta"), q.to("meta"), q.to("meta"), *REST)[0].device.type == "meta"
+
+
+def test_one_variable_moves_every_cache(monkeypatch, tmp_path):
+    from sage_patch.kernels import build, crossover
+
+    monkeypatch.setenv("SAGE_PATCH_CACHE", str(tmp_path))
+    assert build.cache_dir() == tmp_path and crossover.user_table().parent == tmp_path
+    monkeypatch.delenv("SAGE_PATCH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert build.cache_dir() == tmp_path / "x" / "sage_patch"
