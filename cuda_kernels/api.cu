@@ -50,9 +50,9 @@ int load_current(int *device, int *sms) {
 size_t align256(size_t x) { return (x + 255) / 256 * 256; }
 
 // Places the workspace from `base` on; returns its size.
-size_t place(const Params &p, uint8_t *base, Images *out) {
+size_t place(Params &p, uint8_t *base, Images *out) {
   const int dim = padded_dim(p.head_dim);
-  const size_t heads = (size_t)p.batch * p.kv_heads, images = heads * p.blocks, vector = align256(heads * dim * sizeof(float));
+  const size_t heads = (size_t)p.batch * p.kv_heads, images = (p.cu_q ? p.kv_heads : heads) * p.blocks, vector = align256(heads * dim * sizeof(float));
   size_t at = 0;
   auto take = [&](size_t bytes) { uint8_t *here = base + at; at += align256(bytes); return here; };
   Images w;
@@ -61,7 +61,54 @@ size_t place(const Params &p, uint8_t *base, Images *out) {
   w.k_mean = (float *)take(vector), w.v_mean = (float *)take(vector), w.v_scale = (float *)take(vector);
   w.counter = (int32_t *)take(sizeof(int32_t));
   if (out) *out = w;
+  if (p.key_padding) {
+    p.key_index = (int32_t *)take((size_t)p.batch * p.kv_len * sizeof(int32_t));
+    p.kv_lens = (const int32_t *)take(p.batch * sizeof(int32_t));
+  }
+  if (p.cu_q) p.schedule = (int2 *)take((size_t)(p.total / p.heads) * sizeof(int2));
+  if (p.mask.data) {
+    Mask &m = p.mask;
+    const size_t planes = (size_t)m.mb * m.mh;
+    m.bits = (uint32_t *)take(planes * m.q_pad * p.blocks * 16);
+    m.classes = take(planes * (m.q_pad / 64) * p.blocks);
+    m.lists = (uint32_t *)take(planes * p.q_tiles * p.blocks * sizeof(uint32_t));
+    m.counts = (int32_t *)take(planes * p.q_tiles * sizeof(int32_t));
+    m.seen = (uint32_t *)take((size_t)m.mb * p.blocks * 16);
+  }
   return at;
+}
+
+// Masks, windows, sequences: which family of kernels a call needs, and how many tiles it has.
+int visibility(const Sage2Args *a, Params *p) {
+  p->kv_starts = a->kv_starts, p->key_padding = a->key_padding, p->key_padding_batch = a->key_padding_stride;
+  p->cu_q = a->cu_seqlens_q, p->cu_k = a->cu_seqlens_k, p->sinks = a->sinks;
+  p->softcap = (float)(a->softcap * 1.4426950408889634), p->softcap_step = a->softcap != 0.f ? 2.f / a->softcap : 0.f;
+  p->left = a->left < 0 ? kNoLimit : a->left, p->right = p->causal ? 0 : a->right < 0 ? kNoLimit : a->right;
+  if (a->left >= kNoLimit || a->right >= kNoLimit) return fail(SAGE2_ERR_ARGUMENT, "left %d and right %d must be below %d", a->left, a->right, kNoLimit);
+  if (!a->cu_seqlens_q != !a->cu_seqlens_k) return fail(SAGE2_ERR_ARGUMENT, "cu_seqlens_q and cu_seqlens_k belong together");
+  const bool windows = a->left >= 0 || p->right < kNoLimit;
+  if (a->mask && (a->mask_kind < SAGE2_MASK_BOOL || a->mask_kind > SAGE2_MASK_FP32)) return fail(SAGE2_ERR_ARGUMENT, "mask_kind %d is unknown", a->mask_kind);
+  if (p->key_padding && (a->mask || windows || a->kv_lens || a->kv_starts || p->cu_q)) return fail(SAGE2_ERR_UNSUPPORTED, "key_padding does not support a mask, causal, windows, kv_lens, kv_starts or cu_seqlens beside it");
+  if (p->kv_starts && (a->mask || !a->kv_lens || p->cu_q)) return fail(SAGE2_ERR_UNSUPPORTED, "kv_starts needs kv_lens and does not support a mask or cu_seqlens beside it");
+  if (p->cu_q && (a->mask || a->kv_lens)) return fail(SAGE2_ERR_UNSUPPORTED, "cu_seqlens does not support a mask or kv_lens beside it");
+  const bool masked = a->left >= 0 || (!p->causal && a->right >= 0) || a->mask || a->sinks || p->cu_q || (p->kv_starts && p->top_left);
+  p->family = a->softcap != 0.f || a->mask_kind > SAGE2_MASK_BOOL ? kAdjusted : masked ? kMasked : kDense;
+  p->heads_per_kv = p->heads / p->kv_heads;
+  p->need_dot = a->lse || a->sinks || a->softcap != 0.f;
+  const int rows = p->tile_rows = query_tile_rows(padded_dim(p->head_dim), p->fp16_pv, (Family)p->family);
+  p->q_tiles = (p->q_len + rows - 1) / rows;
+  p->total = p->batch * p->heads * p->q_tiles;
+  if (p->cu_q) p->blocks = p->kv_len / kTileTokens + p->batch, p->total = p->heads * (p->q_len / rows + p->batch);
+  if (a->mask) {
+    Mask &m = p->mask;
+    const int64_t *s = a->mask_strides;
+    m.data = a->mask, m.batch = s[0], m.head = s[1], m.row = s[2], m.column = s[3], m.kind = a->mask_kind;
+    m.mb = p->batch > 1 && (s[0] || a->kv_lens) ? p->batch : 1, m.mh = p->heads > 1 && s[1] ? p->heads : 1;
+    m.q_pad = p->q_tiles * rows;
+    m.pairs = s[3] == 1 && !((s[0] | s[1] | s[2]) & 1) && (uintptr_t)a->mask % (a->mask_kind == SAGE2_MASK_FP32 ? 8 : 4) == 0;
+    if ((int64_t)m.mb * m.mh * (m.q_pad / 64) * p->blocks > INT32_MAX) return fail(SAGE2_ERR_UNSUPPORTED, "a mask of %d x %d planes of %d x %d is too large", m.mb, m.mh, p->q_len, p->kv_len);
+  }
+  return SAGE2_OK;
 }
 
 int shapes(const Sage2Args *a, Params *p) {
@@ -83,7 +130,8 @@ int shapes(const Sage2Args *a, Params *p) {
   p->causal = (a->flags & SAGE2_CAUSAL) != 0, p->top_left = (a->flags & SAGE2_TOP_LEFT) != 0;
   p->smooth_v = (a->flags & SAGE2_SMOOTH_V) != 0, p->smooth_k = !(a->flags & SAGE2_NO_SMOOTH_K);
   p->scale = a->scale, p->scale_log2 = (float)((double)a->scale * 1.4426950408889634);
-  return SAGE2_OK;
+  p->lse = a->lse, p->kv_lens = a->kv_lens;
+  return visibility(a, p);
 }
 
 View view(const void *data, const int64_t *strides, int batch, int heads, int tokens, int head_dim) {
@@ -100,11 +148,11 @@ int fill(const Sage2Args *a, bool prepare, bool forward, Params *p, int *sms) {
   int device;
   if (int code = load_current(&device, sms)) return code;
   if (device != a->device) return fail(SAGE2_ERR_DEVICE, "the tensors are on device %d, the current device is %d", a->device, device);
-  p->q = view(a->q, a->q_strides, a->batch, a->heads, a->q_len, a->head_dim);
-  p->k = view(a->k, a->k_strides, a->batch, a->kv_heads, a->kv_len, a->head_dim);
-  p->v = view(a->v, a->v_strides, a->batch, a->kv_heads, a->kv_len, a->head_dim);
-  p->out = view(a->out, a->out_strides, a->batch, a->heads, a->q_len, a->head_dim);
-  p->lse = a->lse, p->kv_lens = a->kv_lens;
+  const int items = p->cu_q ? 1 : a->batch;
+  p->q = view(a->q, a->q_strides, items, a->heads, a->q_len, a->head_dim);
+  p->k = view(a->k, a->k_strides, items, a->kv_heads, a->kv_len, a->head_dim);
+  p->v = view(a->v, a->v_strides, items, a->kv_heads, a->kv_len, a->head_dim);
+  p->out = view(a->out, a->out_strides, items, a->heads, a->q_len, a->head_dim);
   return SAGE2_OK;
 }
 
@@ -114,6 +162,7 @@ int run(const Sage2Args *a, bool prepare, bool forward) {
   if (int code = fill(a, prepare, forward, &p, &sms)) return code;
   const cudaStream_t stream = (cudaStream_t)a->stream;
   cudaError_t err;
+  if (prepare && (err = launch_masks(p, stream)) != cudaSuccess) return fail_cuda(err, "launching the mask kernels");
   if (prepare && (err = launch_quantize(p, sms, stream)) != cudaSuccess) return fail_cuda(err, "launching the pre-processing");
   if (forward && (err = launch_forward_sm90(p, sms, prepare, stream)) != cudaSuccess) return fail_cuda(err, "launching the attention kernel");
   return SAGE2_OK;

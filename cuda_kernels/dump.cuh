@@ -1,5 +1,6 @@
-// A debug build (-DSAGE2_DUMP) writes what the attention kernel forms between its inputs and its output, for comparison
-// with sage_patch/reference/sm90.py. In the product build nothing of this exists: the hooks expand to no tokens.
+// A debug build (-DSAGE2_DUMP=NAME) writes what the attention kernels form between their inputs and their output, for
+// comparison with sage_patch/reference/sm90.py. NAME is the exported function that says where the kernels of this unit write;
+// each unit has its own. In the product build nothing of this exists: the hooks expand to no tokens.
 #pragma once
 
 #ifndef SAGE2_DUMP
@@ -9,6 +10,7 @@
 #include "tile.cuh"
 
 // Device memory of the caller, zeroed; n = 128 * tiles. Tiles that a row's warpgroup does not walk are not written.
+// Sequences laid end to end: batch 1, tiles as in the workspace (Params::blocks), each sequence's own first ones in its rows.
 struct Sage2Dump {
   int32_t *scores;                 // [batch][heads][q_len][n], after masking (INT32_MIN = hidden)
   void *p;                         // E4M3 bytes or fp16, the same shape
@@ -23,14 +25,14 @@ __constant__ Sage2Dump dump;
 
 // Where a thread's accumulators belong: rows r (elements 4i, 4i+1) and r + 8 (4i+2, 4i+3), columns 8i + 2c + {0, 1}.
 struct DumpAt {
-  int64_t first;                   // of this head's rows
+  int64_t first;                   // of this head's (sequence's) rows
   int rows, row, c, tiles, key_tile;
   SAGE2_DEV bool exists(int element) const { return row + (element & 2) * 4 < rows; }
   SAGE2_DEV int64_t tile(int element) const { return (first + row + (element & 2) * 4) * tiles + key_tile; }
   SAGE2_DEV int column(int element) const { return element / 4 * 8 + 2 * c + (element & 1); }
 };
 SAGE2_DEV DumpAt dump_at(const Params &p, const Tile &t, int row, int c, int key_tile) {
-  return {((int64_t)t.b * p.heads + t.h) * p.q_len, p.q_len, t.row0 + row, c, p.blocks, key_tile};
+  return {((int64_t)(p.cu_q ? 0 : t.b) * p.heads + t.h) * p.q_len + t.q_token, t.q_len, t.row0 + row, c, p.blocks, key_tile};
 }
 SAGE2_DEV void dump_scores(const DumpAt &at, const int (&S)[64]) {
   for (int i = 0; i < 64; i++)
@@ -58,8 +60,8 @@ template<int DIM, int N> SAGE2_DEV void dump_sums(const DumpAt &at, const float 
 }  // namespace
 }  // namespace sage2
 
-// Where later calls of sage2_forward on the current device write. Returns a CUDA error code.
-extern "C" __attribute__((visibility("default"))) int sage2_set_dump(const Sage2Dump *to) {
+// Where this unit's kernels write from now on, on the current device. Returns a CUDA error code.
+extern "C" __attribute__((visibility("default"))) int SAGE2_DUMP(const Sage2Dump *to) {
   return (int)cudaMemcpyToSymbol(sage2::dump, to, sizeof *to);
 }
 #endif

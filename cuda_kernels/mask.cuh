@@ -1,6 +1,9 @@
-// Which keys a query row sees, and how hidden scores are marked. A mask is two numbers: the item's key count and the
-// causal offset; row i sees keys [0, min(keys, i + offset + 1)). No causal mask = an offset past every length.
+// Which keys a query row sees, and how hidden scores are marked. Without a mask tensor that is a few numbers: the item's
+// key count, the diagonal's offset, and how many keys are seen left and right of the diagonal. Row i sees keys
+// [max(0, i + offset - left), min(keys, i + offset + right + 1)). The dense kernel knows no windows: causal is right = 0,
+// and no causal mask an offset past every length.
 #pragma once
+#include "params.h"
 #include "ptx.cuh"
 #include "tile_image.h"
 
@@ -8,6 +11,7 @@ namespace sage2 {
 
 constexpr int kHidden = INT32_MIN;           // no INT8 dot product reaches it
 constexpr int kNoCausalOffset = 1 << 30;
+constexpr int kNoLimit = 1 << 30;
 constexpr int kMaxLength = 1 << 30;          // tokens; row + offset + 1 stays inside int32
 
 SAGE2_DEV int visible_keys(int row, int keys, int offset) { return min(keys, row + offset + 1); }
@@ -21,6 +25,16 @@ SAGE2_DEV TileSpan tile_span(int first, int last, int q_len, int keys, int offse
   return {full / kTileTokens, (seen + kTileTokens - 1) / kTileTokens};
 }
 
+// The same with windows: tiles [begin, end) are seen by some row.
+struct Limits { int keys, offset, left, right; };
+SAGE2_DEV int first_key(int row, const Limits &l) { return max(0, row + l.offset - l.left); }
+SAGE2_DEV int end_key(int row, const Limits &l) { return max(0, min(l.keys, row + l.offset + l.right + 1)); }
+struct TileRange { int begin, end; };
+SAGE2_DEV TileRange tile_range(int first, int last, const Limits &l) {
+  const int begin = first_key(first, l) / kTileTokens, end = (end_key(last, l) + kTileTokens - 1) / kTileTokens;
+  return {begin, max(begin, end)};
+}
+
 // Marks the scores of one 64 x 128 accumulator tile that rows r (limit0) and r + 8 (limit1) may not see.
 // Limits count from the tile's first key; c = lane % 4 owns columns 8i + 2c + {0, 1}.
 SAGE2_DEV void hide(int (&S)[64], int limit0, int limit1, int c) {
@@ -32,6 +46,33 @@ SAGE2_DEV void hide(int (&S)[64], int limit0, int limit1, int c) {
       if (8 * i + e >= limit0) S[4 * i + e] = kHidden;
       if (8 * i + e >= limit1) S[4 * i + 2 + e] = kHidden;
     }
+}
+// And those before the first key of a window.
+SAGE2_DEV void hide_before(int (&S)[64], int limit0, int limit1, int c) {
+  limit0 -= 2 * c, limit1 -= 2 * c;
+  #pragma unroll
+  for (int i = 0; i < 16; i++)
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (8 * i + e < limit0) S[4 * i + e] = kHidden;
+      if (8 * i + e < limit1) S[4 * i + 2 + e] = kHidden;
+    }
+}
+// And those whose bit is 0. A row's 128 bits lie as its scores do: word c holds column 8i + 2c + e at bit 2i + e, so that a
+// thread needs one word of each of its rows.
+SAGE2_HD constexpr int mask_word(int column) { return column % 8 / 2; }
+SAGE2_HD constexpr int mask_bit(int column) { return column / 8 * 2 + column % 2; }
+SAGE2_DEV void hide(int (&S)[64], uint32_t row0, uint32_t row1) {
+  #pragma unroll
+  for (int b = 0; b < 32; b += 8) {            // eight bits at a time move into predicates at once
+    const uint32_t x = row0 >> b, y = row1 >> b;
+    #pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const int i = (b + j) / 2 * 4 + j % 2;
+      S[i] = x & 1u << j ? S[i] : kHidden;
+      S[i + 2] = y & 1u << j ? S[i + 2] : kHidden;
+    }
+  }
 }
 
 }  // namespace sage2

@@ -31,7 +31,15 @@ template<Mode MODE> SAGE2_DEV int aligned(const View &view) { return MODE == kAn
 struct Head {                      // one kv head of one batch item
   const uint16_t *k, *v;
   int keys;                        // visible
+  int64_t image;                   // its first
+  const int32_t *index;            // the token of key i, or null: i
+  const uint32_t *seen;            // bits: keys that any query sees, or null: all. The others count as absent (they may be NaN)
 };
+// Key i of a head: its row's place, and whether it is there. Only the mode that knows everything looks further than keys.
+template<Mode MODE> SAGE2_DEV int64_t token_of(const Head &h, int i) { return MODE == kAny && h.index ? __ldg(h.index + i) : i; }
+template<Mode MODE> SAGE2_DEV bool exists(const Head &h, int i) {
+  return i < h.keys && (MODE != kAny || !h.seen || (__ldg(h.seen + i / 32) >> i % 32 & 1));
+}
 
 template<int DIM> struct Shared {
   float k_mean[DIM], v_mean[DIM], v_inverse[DIM];
@@ -47,15 +55,17 @@ template<int DIM> SAGE2_DEV int cache_offset(int token, int channel) {
 
 // One sample group of a smoothing vector: sums into `partial`, the largest magnitude into `top`. Non-finite counts as zero.
 template<int DIM, Mode MODE>
-SAGE2_DEV void sample(const Params &p, const View &view, const uint16_t *rows, int keys, int group, int channel, float *partial, uint32_t *top) {
+SAGE2_DEV void sample(const Params &p, const Head &h, const View &view, const uint16_t *rows, int group, int channel, float *partial, uint32_t *top) {
   constexpr int kEach = kMeanSamples / kMeanGroups;
-  const int samples = mean_samples(keys);
+  const int samples = mean_samples(h.keys);
   uint4 x[kEach];
   #pragma unroll
   for (int i = 0; i < kEach; i++) {
     const int s = group + i * kMeanGroups;
     x[i] = make_uint4(0, 0, 0, 0);
-    if (s < samples) x[i] = load_channels(rows + mean_token(s, keys) * view.token, channel, p.head_dim, aligned<MODE>(view));
+    if (s >= samples) continue;
+    const int t = mean_token(s, h.keys);
+    if (exists<MODE>(h, t)) x[i] = load_channels(rows + token_of<MODE>(h, t) * view.token, channel, p.head_dim, aligned<MODE>(view));
   }
   float sum[8] = {};
   uint32_t largest[8] = {};
@@ -76,10 +86,16 @@ SAGE2_DEV void sample(const Params &p, const View &view, const uint16_t *rows, i
     if (top) atomicMax(top + channel + e, largest[e]);
   }
 }
-template<int DIM> SAGE2_DEV float total_mean(const float *partial, int channel, int keys) {
+template<int DIM, Mode MODE> SAGE2_DEV float total_mean(const Head &h, const float *partial, int channel) {
   float sum = 0.f;
+  int samples = mean_samples(h.keys);
   for (int g = 0; g < kMeanGroups; g++) sum = __fadd_rn(sum, partial[g * DIM + channel]);
-  return keys ? __fdiv_rn(sum, (float)mean_samples(keys)) : 0.f;
+  if (MODE == kAny && h.seen) {
+    int there = 0;
+    for (int i = 0; i < samples; i++) there += exists<MODE>(h, mean_token(i, h.keys));
+    samples = there;
+  }
+  return samples ? __fdiv_rn(sum, (float)samples) : 0.f;
 }
 
 // Smallest and largest value of eight channels, on packed 16-bit floats; NaN does not count. fp32 subtraction is monotone, so
@@ -116,7 +132,7 @@ SAGE2_DEV void load8(const float *from, float (&to)[8]) {
 template<int DIM, Mode MODE> SAGE2_DEV uint4 v_channels(const Params &p, const Head &h, const uint8_t *cached, int block, int token, int channel) {
   if (cached) return *(const uint4 *)(cached + cache_offset<DIM>(token, channel));
   const int t = block * kTileTokens + token;
-  return t < h.keys ? load_channels(h.v + t * p.v.token, channel, p.head_dim, aligned<MODE>(p.v)) : make_uint4(0, 0, 0, 0);
+  return exists<MODE>(h, t) ? load_channels(h.v + token_of<MODE>(h, t) * p.v.token, channel, p.head_dim, aligned<MODE>(p.v)) : make_uint4(0, 0, 0, 0);
 }
 
 // A warp's share of an E4M3 V block, transposed and token-permuted: 4 chunks x 8 words. A lane takes tokens
@@ -176,12 +192,22 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
   const int rank = cluster_rank(), size = cluster_size(), tid = threadIdx.x;
   const int64_t head = blockIdx.x / size;
   const int b = head / p.kv_heads, kv = head - (int64_t)b * p.kv_heads;
-  const Head h = {p.k.data + b * p.k.batch + kv * p.k.head, p.v.data + b * p.v.batch + kv * p.v.head,
-                  p.kv_lens ? min(max(__ldg(p.kv_lens + b), 0), p.kv_len) : p.kv_len};
+  Head h = {p.k.data + b * p.k.batch + kv * p.k.head, p.v.data + b * p.v.batch + kv * p.v.head,
+            p.kv_lens ? min(max(__ldg(p.kv_lens + b), 0), p.kv_len) : p.kv_len, head * p.blocks, nullptr, nullptr};
+  if (MODE == kAny) {
+    int64_t start = 0;
+    if (p.cu_k) {
+      start = __ldg(p.cu_k + b), h.keys = __ldg(p.cu_k + b + 1) - (int)start;
+      h.image = (int64_t)kv * p.blocks + start / kTileTokens + b;
+    } else if (p.kv_starts) start = __ldg(p.kv_starts + b);
+    h.k += start * p.k.token, h.v += start * p.v.token;
+    if (p.key_index) h.index = p.key_index + (int64_t)b * p.kv_len;
+    if (p.mask.data) h.seen = p.mask.seen + (int64_t)(p.mask.mb > 1 ? b : 0) * p.blocks * 4;
+  }
   const int blocks = (h.keys + kTileTokens - 1) / kTileTokens, mine = (blocks - rank + size - 1) / size;
   if (head == 0 && rank == 0 && tid == 0) *p.images.counter = 0;
 
-  if (mine > 0) prefetch<DIM>(p, h, rank);
+  if (MODE != kAny && mine > 0) prefetch<DIM>(p, h, rank);
 
   // 1. smoothing vectors: units of (K or V, sample group, chunk)
   if (tid < DIM) sh.v_amax[tid] = sh.v_top[tid] = 0;
@@ -189,13 +215,13 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
   float *const partial = (float *)cache;
   for (int u = tid; u < 2 * kMeanGroups * kChunks; u += kThreads) {
     const int channel = u % kChunks * 8, group = u / kChunks % kMeanGroups;
-    if (u < kMeanGroups * kChunks) sample<DIM, MODE>(p, p.k, h.k, h.keys, group, channel, partial, nullptr);
-    else sample<DIM, MODE>(p, p.v, h.v, h.keys, group, channel, partial + kMeanGroups * DIM, sh.v_top);
+    if (u < kMeanGroups * kChunks) sample<DIM, MODE>(p, h, p.k, h.k, group, channel, partial, nullptr);
+    else sample<DIM, MODE>(p, h, p.v, h.v, group, channel, partial + kMeanGroups * DIM, sh.v_top);
   }
   __syncthreads();
-  if (tid < DIM) sh.k_mean[tid] = p.smooth_k ? total_mean<DIM>(partial, tid, h.keys) : 0.f;
+  if (tid < DIM) sh.k_mean[tid] = p.smooth_k ? total_mean<DIM, MODE>(h, partial, tid) : 0.f;
   else if (tid < 2 * DIM) {
-    const float mean = total_mean<DIM>(partial + kMeanGroups * DIM, tid - DIM, h.keys), top = __uint_as_float(sh.v_top[tid - DIM]);
+    const float mean = total_mean<DIM, MODE>(h, partial + kMeanGroups * DIM, tid - DIM), top = __uint_as_float(sh.v_top[tid - DIM]);
     sh.v_mean[tid - DIM] = p.smooth_v && fabsf(mean) * kSignificance >= top ? mean : 0.f;
   }
   __syncthreads();
@@ -213,7 +239,10 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
         #pragma unroll
         for (int j = 0; j < kPasses; j++, from += kRows * view.token) {
           x[j] = make_uint4(0, 0, 0, 0);
-          if (first + j * kRows < h.keys) x[j] = load_channels(from, channel, p.head_dim, aligned<MODE>(view));
+          const int key = first + j * kRows;
+          if (MODE == kAny) {
+            if (exists<MODE>(h, key)) x[j] = load_channels(rows + token_of<MODE>(h, key) * view.token, channel, p.head_dim, view.vector);
+          } else if (key < h.keys) x[j] = load_channels(from, channel, p.head_dim, 1);
         }
       };
       {
@@ -222,10 +251,10 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
         #pragma unroll
         for (int j = 0; j < kPasses; j++) {
           if (i < cache_blocks) *(uint4 *)(cache + i * Shared<DIM>::block_bytes + cache_offset<DIM>(row + j * kRows, channel)) = v[j];
-          if (first + j * kRows < h.keys) extend(range, v[j], is_bf16<MODE>(p));
+          if (exists<MODE>(h, first + j * kRows)) extend(range, v[j], is_bf16<MODE>(p));
         }
       }
-      if (i + 1 < mine) prefetch<DIM>(p, h, block + size);
+      if (MODE != kAny && i + 1 < mine) prefetch<DIM>(p, h, block + size);
       uint4 k[kPasses];
       load(k, p.k, h.k);
       uint32_t *const amax = sh.k_amax[i & 1];                    // in turns: a slow warp may still read the last one
@@ -237,7 +266,7 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
         load8(sh.k_mean + channel, mean);
         widen(k[j], is_bf16<MODE>(p), f);
         #pragma unroll
-        for (int e = 0; e < 8; e++) f[e] = first + j * kRows < h.keys ? __fsub_rn(f[e], mean[e]) : 0.f;
+        for (int e = 0; e < 8; e++) f[e] = exists<MODE>(h, first + j * kRows) ? __fsub_rn(f[e], mean[e]) : 0.f;
       };
       #pragma unroll
       for (int j = 0; j < kPasses; j++) {
@@ -251,7 +280,7 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
       if (tid % 16 == 0) atomicMax(&amax[group], magnitude(largest));      // NaN > Inf > the rest
       __syncthreads();
       const Int8Scale s8 = int8_scale(amax[group]);
-      const int64_t image = head * p.blocks + block;
+      const int64_t image = h.image + block;
       if (tid < kScaleGroups) p.images.k_scale[image * kScaleGroups + tid] = int8_scale(amax[tid]).scale;
       uint8_t *const out = p.images.k + image * (int64_t)k_image_bytes(DIM) + k_offset(row, channel, DIM);
       #pragma unroll
@@ -301,7 +330,7 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
   for (int u = tid / 32; u < mine * kChunks; u += kWarps) {
     const int i = u / kChunks, block = rank + i * size;
     const uint8_t *cached = i < cache_blocks ? cache + i * Shared<DIM>::block_bytes : nullptr;
-    uint8_t *image = p.images.v + (head * p.blocks + block) * (int64_t)v_image_bytes(DIM, FP16);
+    uint8_t *image = p.images.v + (h.image + block) * (int64_t)v_image_bytes(DIM, FP16);
     if (FP16) write_v_fp16<DIM, MODE>(p, h, sh, cached, image, block, u % kChunks);
     else write_v_fp8<DIM, MODE>(p, h, sh, cached, image, block, u % kChunks);
   }
@@ -332,10 +361,11 @@ cudaError_t load_quantize() {
 cudaError_t launch_quantize(const Params &p, int sm_count, cudaStream_t stream) {
   const int64_t heads = (int64_t)p.batch * p.kv_heads;
   const bool wide = padded_dim(p.head_dim) == 128;
+  const int blocks = p.cu_k ? (p.blocks + p.batch - 1) / p.batch : p.blocks;      // of a head; sequences: on average
   const int fits = wide ? Shared<128>::cache_blocks : Shared<64>::cache_blocks;
   int size = 1;                    // a power of two: enough CTAs for all V to stay in shared memory, and to fill the chip
-  while (size < kMaxCluster && size * 2 <= p.blocks && (p.blocks > fits * size || heads * size < 2 * sm_count)) size *= 2;
-  const int each = (p.blocks + size - 1) / size;
+  while (size < kMaxCluster && size * 2 <= blocks && (blocks > fits * size || heads * size < 2 * sm_count)) size *= 2;
+  const int each = (blocks + size - 1) / size;
   int cache_blocks = each < fits ? each : fits;
   const int cache = cache_blocks * (wide ? Shared<128>::block_bytes : Shared<64>::block_bytes);
   const int partial = wide ? Shared<128>::partial_bytes : Shared<64>::partial_bytes;
@@ -346,7 +376,8 @@ cudaError_t launch_quantize(const Params &p, int sm_count, cudaStream_t stream) 
   attr[0].id = cudaLaunchAttributeClusterDimension;
   attr[0].val.clusterDim.x = size, attr[0].val.clusterDim.y = 1, attr[0].val.clusterDim.z = 1;
   cfg.attrs = attr, cfg.numAttrs = 1;
-  const Mode mode = !(p.k.vector && p.v.vector) ? kAny : p.bf16 ? kAlignedBf16 : kAlignedFp16;
+  const bool plain = p.k.vector && p.v.vector && !p.cu_k && !p.kv_starts && !p.key_index && !p.mask.data;
+  const Mode mode = !plain ? kAny : p.bf16 ? kAlignedBf16 : kAlignedFp16;
   void *args[] = {const_cast<Params *>(&p), &cache_blocks};
   return cudaLaunchKernelExC(&cfg, (const void *)kernel(wide, p.fp16_pv, mode), args);
 }

@@ -22,7 +22,7 @@ SAGE2_DEV float dot8(const uint4 &x, bool bf16, const float *mean, float sum) { 
   return sum;
 }
 SAGE2_DEV const uint16_t *q_row(const Params &p, const Tile &t, int row) {
-  return p.q.data + t.b * p.q.batch + t.h * p.q.head + (int64_t)(t.row0 + row) * p.q.token;
+  return p.q.data + t.b * p.q.batch + t.h * p.q.head + (int64_t)(t.q_token + t.row0 + row) * p.q.token;
 }
 template<int DIM> SAGE2_DEV const float *k_mean(const Params &p, const Tile &t) { return p.images.k_mean + (int64_t)t.kv_head * DIM; }
 
@@ -37,7 +37,7 @@ template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int firs
     for (int i = 0; i < 4; i++) {
       const int row = first + part + i * kPass + lane / kLanes;
       x[i] = make_uint4(0, 0, 0, 0);
-      if (t.row0 + row < p.q_len) x[i] = load_channels(q_row(p, t, row), channel, p.head_dim, p.q.vector);
+      if (t.row0 + row < t.q_len) x[i] = load_channels(q_row(p, t, row), channel, p.head_dim, p.q.vector);
     }
     #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -48,7 +48,7 @@ template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int firs
       const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));
       store_q<DIM>(to, row, channel, x[i], p.bf16, s8.inverse);
       if (channel == 0) store_shared(to.scale + 4 * row_slot(row), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
-      if (p.lse) {
+      if (p.need_dot) {
         float dot = dot8(x[i], p.bf16, k_mean<DIM>(p, t) + channel, 0.f);
         #pragma unroll
         for (int s = 1; s < kLanes; s *= 2) dot += __shfl_xor_sync(~0u, dot, s);
@@ -66,8 +66,8 @@ SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t ra
   constexpr int kChunks = DIM / 8, kPass = 32 / kChunks;
   const int lane = thread_index() & 31;
   const uint16_t *src = q_row(p, t, first);
-  const float *mean = k_mean<DIM>(p, t);
-  int left = uniform(p.q_len - t.row0 - first);                // rows that exist, from src on
+  const int kv_head = t.kv_head;
+  int left = uniform(t.q_len - t.row0 - first);                // rows that exist, from src on
   #pragma unroll 1
   for (int part = first; part < first + 64; part += 32, left -= 32, src += 32 * p.q.token) {
     __syncwarp();                                              // every lane has read the rows before
@@ -82,7 +82,7 @@ SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t ra
     } else if (left > 0) {
       if (lane == 0) barrier_expect(raw_full, min(left, 32) * p.head_dim * 2);
       __syncwarp();
-      if (lane < left) bulk_load(raw + lane * DIM * 2, src + lane * p.q.token, p.head_dim * 2, raw_full);
+      if (lane < left) bulk_load(raw + lane * DIM * 2, src + (thread_index() & 31) * p.q.token, p.head_dim * 2, raw_full);   // not kept: registers are short
       barrier_wait(raw_full, parity);
       parity ^= 1;
     }
@@ -95,9 +95,11 @@ SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t ra
     if (lane < left) {
       #pragma unroll 4
       for (int i = 0; i < kChunks; i++) top = max_magnitude(top, chunk(lane, (i + lane) % kChunks * 8));     // rotated: no bank conflicts
-      if (p.lse)
+      if (p.need_dot) {
+        const float *mean = p.images.k_mean + (int64_t)kv_head * DIM;
         #pragma unroll 1
         for (int i = 0; i < kChunks; i++) dot = dot8(chunk(lane, (i + lane) % kChunks * 8), p.bf16, mean + (i + lane) % kChunks * 8, dot);
+      }
     }
     const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));           // no such row: scale and inverse are zero
     store_shared(to.scale + 4 * row_slot(part + lane), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));

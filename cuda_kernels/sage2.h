@@ -4,6 +4,7 @@
  * changed. Calls may be captured into a CUDA graph; replays read the tensors' values at replay time. Same inputs, same bits.
  *
  * Attention: out = softmax(scale * q k^T + mask) v, with K, V and Q quantized on the way.
+ * A row that sees no key is 0, its log-sum-exp -inf. K of a key that no row sees may hold anything.
  *   recipe fp8:  INT8 q k^T, E4M3 p v      recipe fp16: INT8 q k^T, FP16 p v, FP32 sums
  * Non-finite inputs: a NaN or Inf in q makes its row NaN; in k, every row of the tiles that see it; a NaN in v,
  * its channel in those tiles; an Inf in v, its channel of that head.
@@ -18,11 +19,12 @@ extern "C" {
 #endif
 #define SAGE2_API __attribute__((visibility("default")))
 
-#define SAGE2_VERSION 1
+#define SAGE2_VERSION 2
 
 enum { SAGE2_OK = 0, SAGE2_ERR_ARGUMENT = 1, SAGE2_ERR_UNSUPPORTED = 2, SAGE2_ERR_WORKSPACE = 3, SAGE2_ERR_DEVICE = 4, SAGE2_ERR_CUDA = 5 };
 enum { SAGE2_FP16 = 0, SAGE2_BF16 = 1 };
 enum { SAGE2_PV_FP8 = 0, SAGE2_PV_FP16 = 1 };
+enum { SAGE2_MASK_NONE = 0, SAGE2_MASK_BOOL = 1, SAGE2_MASK_FP16 = 2, SAGE2_MASK_BF16 = 3, SAGE2_MASK_FP32 = 4 };   /* bool: 0 = hidden; float: added */
 enum {
   SAGE2_CAUSAL = 1,        /* row i sees key j where j <= i + kv_len - q_len (the item's own kv length) */
   SAGE2_TOP_LEFT = 2,      /* with SAGE2_CAUSAL: j <= i instead */
@@ -46,6 +48,21 @@ typedef struct Sage2Args {
   size_t workspace_bytes;
   void *stream;                  /* cudaStream_t */
   int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];
+  /* Which keys there are. At most one of kv_starts and key_padding; neither with cu_seqlens. */
+  const int32_t *kv_starts;      /* on the device, [batch]: item b's keys are [kv_starts[b], kv_starts[b] + kv_lens[b]); needs kv_lens */
+  const uint8_t *key_padding;    /* on the device, [batch or 1, kv_len], contiguous rows: 0 = no such key; not with a mask, causal,
+                                    windows or kv_lens, whose distances between keys it would change */
+  int64_t key_padding_stride;    /* of the batch, 0 where it is broadcast */
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;   /* on the device, [batch + 1]: `batch` sequences laid end to end in one item; q_len and
+                                    kv_len are the totals, batch strides are ignored, lse is [heads, q_len]. Tokens of no sequence
+                                    are not written. Both or neither */
+  /* Which keys a row sees, beside SAGE2_CAUSAL. */
+  const void *mask;              /* on the device, [batch, heads, q_len, kv_len] or broadcast (stride 0); or null */
+  int64_t mask_strides[4];
+  const float *sinks;            /* on the device, [heads]: one more key per row of this logit and no value; or null */
+  float softcap;                 /* logits become softcap * tanh(logit / softcap), before the mask is added; 0: not */
+  int32_t left, right;           /* row i sees keys at most so far left and right of its diagonal, -1: no limit */
+  int32_t mask_kind;             /* SAGE2_MASK_... */
 } Sage2Args;
 
 SAGE2_API int sage2_version(void);

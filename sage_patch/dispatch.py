@@ -78,7 +78,7 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
     mask = options.attn_mask
     kind = "lengths" if options.kv_lens is not None else "none"
     if mask is not None:
-        kind = "bool" if mask.dtype == torch.bool else "float"
+        kind = "float" if mask.dtype != torch.bool else "bool" if ops.key_padding(mask) is None else "padding"
     tensors = (query, key, value, mask, options.sinks)
     backend = ops.backend_for(query.device)
     return Call(

@@ -146,7 +146,8 @@ class Call(NamedTuple):
     kv_len: int
     is_causal: bool = False
     top_left: bool = False
-    mask: Literal["none", "lengths", "bool", "float"] = "none"  # lengths: each item's keys end somewhere
+    # lengths: each item's keys end somewhere; padding: a bool mask of keys, the same for all heads and queries
+    mask: Literal["none", "lengths", "padding", "bool", "float"] = "none"
     window: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -221,8 +222,15 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None
         # INT8 products of up to 1,024 channels are exact in the float32 matmul that the reference uses.
         return "head_dim" if call.head_dim > 1024 else None
     if call.backend == "sm90":
-        return _sm90_why_not(recipe, call) or ("short" if limits.crossover and not breaks_even(recipe, call) else None)
+        return _sm90_why_not(recipe, call) or (_sm90_no_gain(recipe, call) if limits.crossover else None)
     return f"no_kernel_for_{call.device}"
+
+
+def _sm90_no_gain(recipe: Recipe, call: Call) -> str | None:
+    """Why the Hopper kernel would be slower than the exact path, or None. Added masks cost it more than torch."""
+    if call.mask == "float":
+        return "mask_float"
+    return None if breaks_even(recipe, call) else "short"
 
 
 def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
@@ -235,9 +243,4 @@ def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
         return "dtype_float32"
     if call.head_dim > 128:
         return "head_dim"
-    if call.v_head_dim != call.head_dim:
-        return "v_head_dim"
-    for reason in ("varlen", "window", "softcap", "sinks"):
-        if getattr(call, reason):
-            return reason
-    return f"mask_{call.mask}" if call.mask in ("bool", "float") else None
+    return "v_head_dim" if call.v_head_dim != call.head_dim else None

@@ -37,7 +37,7 @@ def reason(limits: Limits = DEFAULTS, **changes: object) -> str | None:
         ({"batch": 1, "num_heads": 8, "q_len": 8192, "kv_len": 8192}, None),
         ({"q_len": 1}, "decode"),  # the older reasons come first
         ({"kv_len": 64}, "short_kv"),
-        ({"q_len": 64, "window": True}, "window"),  # and what the kernel cannot do at any length
+        ({"q_len": 64, "head_dim": 160}, "head_dim"),  # and what the kernel cannot do at any length
         ({"q_len": 64, "backend": "reference"}, None),  # a card's table is about that card
         ({"q_len": 64, "crossover": ()}, None),
         ({"q_len": 1 << 20, "kv_len": 1 << 20, "crossover": ((SAGE2.name, crossover.NEVER),)}, "short"),

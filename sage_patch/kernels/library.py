@@ -8,10 +8,11 @@ library cannot see (devices, dtypes); shapes and limits are checked in C and com
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,13 @@ RECIPES = {"qk_int8_pv_fp8": 0, "qk_int8_pv_fp16": 1}
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 _CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K = 1, 2, 4, 8
 
-# struct Sage2Args of sage2.h
-_ARGS = struct.Struct("@IIiiiiiiiiifPPPPPPPNP12q")
-_VERSION = 1
+# struct Sage2Args of sage2.h: what every call has, and what only calls with `Extras` have
+_CORE = struct.Struct("@IIiiiiiiiiifPPPPPPPNP12q")
+_TAIL = struct.Struct("@PPqPPP4qPfiii")
+_SIZE = _CORE.size + _TAIL.size
+_NO_EXTRAS = _TAIL.pack(*[0] * 11, 0.0, -1, -1, 0)
+_VERSION = 2
+_MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 
 
 class KernelError(RuntimeError):
@@ -31,6 +36,27 @@ class KernelError(RuntimeError):
 
 class UnsupportedCall(KernelError):
     """The arguments are legal but no kernel covers them."""
+
+
+class Extras(NamedTuple):
+    """What the dense kernel does not know; the general one takes over. Tensors are on the device of the call.
+
+    attn_mask: bool (False hides) or float (added), broadcastable to [batch, heads, q_len, kv_len].
+    key_padding: bool [batch or 1, kv_len], False: there is no such key. kv_starts: int32 [batch], beside kv_lens: item
+        b's keys are [kv_starts[b], kv_starts[b] + kv_lens[b]).
+    left, right: keys seen on each side of the diagonal, -1 for no limit. softcap 0: none. sinks: float32 [heads].
+    cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], sequences laid end to end in one batch item.
+    """
+
+    attn_mask: Tensor | None = None
+    key_padding: Tensor | None = None
+    kv_starts: Tensor | None = None
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
 
 _lock = threading.Lock()
@@ -88,6 +114,7 @@ def _pack(
     recipe: int,
     kv_lens: Tensor | None,
     return_lse: bool,
+    extras: Extras | None,
     allocate: Callable[[int, int, int], tuple[Any, int]],
 ) -> tuple[bytes, Tensor, Tensor | None, Any, tuple[Tensor, Tensor, Tensor]]:
     """Checks, allocations and the packed struct: (args, out, lse, workspace, the inputs it points to)."""
@@ -114,19 +141,8 @@ def _pack(
     if (qt[3] != 1 or kt[3] != 1 or vt[3] != 1) and qs[3] > 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         qt, kt, vt = query.stride(), key.stride(), value.stride()
-    lens = 0
-    if kv_lens is not None:
-        if (
-            kv_lens.dtype != torch.int32
-            or kv_lens.shape != (qs[0],)
-            or kv_lens.get_device() != index
-            or not kv_lens.is_contiguous()
-        ):
-            raise ValueError(f"kv_lens must be a contiguous int32 tensor of shape ({qs[0]},) on {query.device}")
-        lens = kv_lens.data_ptr()
+    lens = _address("kv_lens", kv_lens, torch.int32, (qs[0],), index)
     h, n = (1, 2) if tensor_layout == "HND" else (2, 1)
-    shape = (qs[0], qs[h], ks[h], qs[n], ks[n], qs[3], recipe)
-    size = _workspace_sizes.get(shape) or workspace_bytes(*shape)
     if tensor_layout == out_layout:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     elif qt == (qs[1] * qs[2] * qs[3], qs[3], qs[1] * qs[3], 1):
@@ -135,44 +151,71 @@ def _pack(
         out = query.new_empty((qs[0], qs[2], qs[1], qs[3])).transpose(1, 2)
     ot = out.stride()
     lse = torch.empty((qs[0], qs[h], qs[n]), dtype=torch.float32, device=query.device) if return_lse else None
+    items, tail = qs[0], _NO_EXTRAS
+    if extras is not None:
+        items, tail = _pack_extras(extras, qs[0], qs[h], qs[n], ks[n], index)
+        if extras.cu_seqlens_q is not None:  # tokens of no sequence are not written
+            out.zero_()
+            if lse is not None:
+                lse.fill_(-math.inf)
+    shape = (items, qs[h], ks[h], qs[n], ks[n], qs[3], recipe)
+    if extras is None:
+        size = _workspace_sizes.get(shape) or workspace_bytes(*shape)
+    else:
+        size = _workspace_query(
+            _CORE.pack(_SIZE, flags, index, code, recipe, *shape[:-1], scale, *[0] * 5, lens, *[0] * 15) + tail
+        )
     stream = torch._C._cuda_getCurrentRawStream(index)
     workspace, address = allocate(size, index, stream)
-    args = _ARGS.pack(
-        _ARGS.size,
-        flags,
-        index,
-        code,
-        recipe,
-        qs[0],
-        qs[h],
-        ks[h],
-        qs[n],
-        ks[n],
-        qs[3],
-        scale,
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        lens,
-        address,
-        size,
-        stream,
-        qt[0],
-        qt[h],
-        qt[n],
-        kt[0],
-        kt[h],
-        kt[n],
-        vt[0],
-        vt[h],
-        vt[n],
-        ot[0],
-        ot[h],
-        ot[n],
-    )
-    return args, out, lse, workspace, (query, key, value)
+    args = _CORE.pack(
+        _SIZE, flags, index, code, recipe, *shape[:-1], scale,
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), lens,
+        address, size, stream,
+        qt[0], qt[h], qt[n], kt[0], kt[h], kt[n], vt[0], vt[h], vt[n], ot[0], ot[h], ot[n],
+    )  # fmt: skip
+    return args + tail, out, lse, workspace, (query, key, value)
+
+
+def _address(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], index: int) -> int:
+    """Of a small contiguous tensor, checked; 0 for None."""
+    if tensor is None:
+        return 0
+    if tensor.dtype != dtype or tensor.shape != shape or tensor.get_device() != index or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be a contiguous {dtype} tensor of shape {shape} on cuda:{index}; "
+            f"got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        )
+    return tensor.data_ptr()
+
+
+def _pack_extras(x: Extras, batch: int, heads: int, q_len: int, kv_len: int, index: int) -> tuple[int, bytes]:
+    """(items, the tail of the struct). items: the batch size, or how many sequences lie in its only item."""
+    mask, kind, strides = 0, 0, (0, 0, 0, 0)
+    if x.attn_mask is not None:
+        if x.attn_mask.get_device() != index or x.attn_mask.dtype not in _MASK_KINDS:
+            raise ValueError(
+                f"attn_mask must be bool, float16, bfloat16 or float32 on cuda:{index}; got "
+                f"{x.attn_mask.dtype} on {x.attn_mask.device}"
+            )
+        expanded = x.attn_mask.expand(batch, heads, q_len, kv_len)
+        sizes = expanded.shape
+        strides = tuple(s if n > 1 else 0 for s, n in zip(expanded.stride(), sizes, strict=True))  # type: ignore[assignment]
+        mask, kind = expanded.data_ptr(), _MASK_KINDS[x.attn_mask.dtype]
+    items, cu_q, cu_k = batch, 0, 0
+    if x.cu_seqlens_q is not None or x.cu_seqlens_k is not None:
+        if batch != 1 or x.cu_seqlens_q is None or x.cu_seqlens_k is None:
+            raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong together and need batch 1; got batch {batch}")
+        items = x.cu_seqlens_q.shape[0] - 1
+        cu_q = _address("cu_seqlens_q", x.cu_seqlens_q, torch.int32, (items + 1,), index)
+        cu_k = _address("cu_seqlens_k", x.cu_seqlens_k, torch.int32, (items + 1,), index)
+    padding = stride = 0
+    if x.key_padding is not None:
+        padding = _address("key_padding", x.key_padding, torch.bool, (x.key_padding.shape[0], kv_len), index)
+        stride = kv_len if x.key_padding.shape[0] > 1 else 0
+    return items, _TAIL.pack(
+        _address("kv_starts", x.kv_starts, torch.int32, (batch,), index), padding, stride, cu_q, cu_k, mask, *strides,
+        _address("sinks", x.sinks, torch.float32, (heads,), index), x.softcap, x.left, x.right, kind,
+    )  # fmt: skip
 
 
 def _tensor_workspace(size: int, index: int, stream: int) -> tuple[Tensor, int]:
@@ -207,19 +250,24 @@ class Call:
 
 def workspace_bytes(*shape: int) -> int:
     """shape: batch, heads, kv_heads, q_len, kv_len, head_dim, recipe"""
-    lib = load()
     size = _workspace_sizes.get(shape)
     if size is None:
         b, h, kh, n, kn, d, recipe = shape
-        size = lib.sage2_workspace_bytes(_ARGS.pack(_ARGS.size, 0, 0, 0, recipe, b, h, kh, n, kn, d, 1.0, *([0] * 21)))
-        if size == 0:
-            message = lib.sage2_last_error().decode()
-            raise (
-                UnsupportedCall if "support" in message or "large" in message or "exceeds" in message else ValueError
-            )(message)
+        size = _workspace_query(_CORE.pack(_SIZE, 0, 0, 0, recipe, b, h, kh, n, kn, d, 1.0, *([0] * 21)) + _NO_EXTRAS)
         if len(_workspace_sizes) > 4096:
             _workspace_sizes.clear()
         _workspace_sizes[shape] = size
+    return size
+
+
+def _workspace_query(args: bytes) -> int:
+    lib = load()
+    size: int = lib.sage2_workspace_bytes(args)
+    if size == 0:
+        message = lib.sage2_last_error().decode()
+        raise (UnsupportedCall if "support" in message or "large" in message or "exceeds" in message else ValueError)(
+            message
+        )
     return size
 
 
@@ -238,6 +286,7 @@ def make_call(
     smooth_k: bool = True,
     smooth_v: bool = True,
     return_lse: bool = False,
+    extras: Extras | None = None,
 ) -> Call:
     """The call that `forward` would run, for launching its parts."""
     flags = is_causal * _CAUSAL + causal_top_left * _TOP_LEFT + smooth_v * _SMOOTH_V + (not smooth_k) * _NO_SMOOTH_K
@@ -253,6 +302,7 @@ def make_call(
             RECIPES[recipe],
             kv_lens,
             return_lse,
+            extras,
             _tensor_workspace,
         )
     )
@@ -272,6 +322,7 @@ def forward(
     recipe: str = "qk_int8_pv_fp8",
     smooth_v: bool = True,
     return_lse: bool = False,
+    extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Quantized attention on CUDA tensors of one device; any view whose last dimension has stride 1 is read in place.
 
@@ -282,6 +333,7 @@ def forward(
         j <= i with causal_top_left. kv_lens: int32 [batch] on the device; keys from kv_lens[b] on
         do not exist for item b.
     recipe: "qk_int8_pv_fp8" or "qk_int8_pv_fp16". smooth_v: quantize V minus a per-channel vector.
+    extras: masks, windows, softcap, sinks, sequences laid end to end.
     Returns the output and, if asked, the natural log-sum-exp of the true scaled scores, float32 [batch, heads, q_len].
     A row that sees no key is zero, its log-sum-exp -inf.
     """
@@ -301,12 +353,14 @@ def forward(
                 recipe=recipe,
                 smooth_v=smooth_v,
                 return_lse=return_lse,
+                extras=extras,
             )
     flags = is_causal * _CAUSAL + causal_top_left * _TOP_LEFT + smooth_v * _SMOOTH_V
     lib = _library or load()
     args, out, lse, workspace, _ = _pack(
-        query, key, value, tensor_layout, out_layout, scale, flags, RECIPES[recipe], kv_lens, return_lse, _raw_workspace
-    )
+        query, key, value, tensor_layout, out_layout, scale, flags, RECIPES[recipe], kv_lens, return_lse, extras,
+        _raw_workspace,
+    )  # fmt: skip
     code = lib.sage2_prepare_and_forward(args)
     torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
     if code:

@@ -122,6 +122,14 @@ def visibility_of(
     )
 
 
+def key_padding(mask: Tensor | None) -> Tensor | None:
+    """The bool [B or 1, kv_len] view (True = seen) behind a 4-D boolean mask that is the same for all heads and
+    queries, or None for any other mask. Looks at sizes and strides, never at values."""
+    if mask is None or mask.dtype != torch.bool or any(mask.shape[d] != 1 and mask.stride(d) != 0 for d in (1, 2)):
+        return None
+    return mask[:, 0, 0] if mask.shape[1] and mask.shape[2] else None
+
+
 _DEVICES = ("cpu", "cuda")
 _parse_recipe = functools.cache(parse_recipe)
 
@@ -178,10 +186,23 @@ def _body(
     for observer in _OBSERVERS:
         observer(ObservedCall(site, query, key, value, attn_mask, scale, left, right, top_left))
     if backend == "sm90":  # the envelope has let nothing else through than what the kernel takes
+        extras = None
+        if attn_mask is not None or left >= 0 or right > 0 or softcap or sinks is not None or cu_seqlens_q is not None:
+            if attn_mask is not None and attn_mask.dtype == torch.float64:
+                attn_mask = attn_mask.float()
+            padding = key_padding(attn_mask) if left < 0 and right < 0 and kv_lens is None else None
+            extras = library.Extras(
+                attn_mask=attn_mask if padding is None else None,
+                key_padding=None if padding is None else padding.contiguous(),
+                left=left, right=right, softcap=softcap,
+                sinks=None if sinks is None else sinks.float().contiguous(),
+                cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.int().contiguous(),
+                cu_seqlens_k=None if cu_seqlens_k is None else cu_seqlens_k.int().contiguous(),
+            )  # fmt: skip
         return library.forward(
             query, key, value, out_layout=out_layout,  # type: ignore[arg-type]
             scale=scale, is_causal=right == 0, causal_top_left=top_left, kv_lens=kv_lens,
-            recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse,
+            recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse, extras=extras,
         )  # fmt: skip
     if kv_lens is not None:
         lengths = (torch.arange(key.shape[2], device=key.device) < kv_lens[:, None])[:, None, None, :]

@@ -1,0 +1,438 @@
+// Attention forward for Hopper (sm_90a): INT8 Q K^T, then FP8 or FP16 P V. Compiled for three families (params.h): what
+// a call does not ask for costs it nothing. Outside the dense one the feeder says with every stage which key tile it holds
+// and what each consumer's rows see of it.
+//
+// A CTA is one feeding warpgroup and three consumers over 192 query rows (dim 64 FP8: four over 256; kAdjusted: two). Of the feeder, warp 0
+// streams K and V images through a ring of bulk copies, warps 1..3 load and quantize the next tile's Q. A consumer owns 64
+// rows and runs strictly serially, scores -> softmax -> P V; tensor cores and softmax overlap between consumers, not in one.
+//
+// Registers: 3 consumers x 128 x 160 + 128 x 32 = 65536 (dim 64 FP8: 4 x 128 x 112 + 128 x 32 = 61440; kAdjusted: two
+// consumers, 2 x 128 x 232 + 128 x 40 = 64512, all that 384 threads are given).
+//   A consumer's ledger, dim 128 FP8: O 64, sums 2, T 68 + P 16 (in the place of S 64), row state 4, six to spare.
+//   FP8: T holds one key tile's P V and is folded into O in full fp32, O = O a + T, because the FP8 accumulator keeps only
+//        13 bits and truncates. The row sum is one more output column: eight rows of ones under V^T (N = 136 or 72).
+//   FP16: P V accumulates in O directly and O is rescaled only when a row maximum moves by more than the slack.
+// Shared memory, dim 128 FP8 / FP16: Q 2 x 24 KB, K 2 x 16 KB, V 2 x 17 / 32 KB, O staging 51 KB,
+// arriving Q 24 KB: 189 + 3 / 219 + 3 KB.
+#pragma once
+#include <type_traits>
+#include "dump.cuh"
+#include "logits.cuh"
+#include "mask.cuh"
+#include "params.h"
+#include "ptx.cuh"
+#include "query.cuh"
+#include "softmax.cuh"
+#include "tile.cuh"
+
+namespace sage2 {
+namespace {
+
+constexpr int align1k(int x) { return (x + 1023) / 1024 * 1024; }
+
+template<int DIM, bool FP16, Family FAMILY> struct Layout {
+  static constexpr int consumers = FAMILY == kAdjusted ? 2 : DIM == 64 && !FP16 && FAMILY == kDense ? 4 : 3, rows = 64 * consumers, threads = 128 * (consumers + 1);
+  static constexpr int registers = consumers == 4 ? 112 : consumers == 3 ? 160 : 232, feeder_registers = consumers == 2 ? 40 : 32;
+  static constexpr int stages = DIM == 128 ? 2 : 4, log_stages = DIM == 128 ? 1 : 2;   // small tiles need more in flight
+  // Shared memory, bytes from its 1024-byte aligned start:
+  static constexpr int q = 64 * DIM;                     // one warpgroup's Q
+  static constexpr int k = kTileTokens * DIM;
+  static constexpr int v = kTileTokens * DIM * (FP16 ? 2 : 1);
+  static constexpr int v_stage = align1k(v + (FP16 ? 0 : 8 * kVPitch));     // the rows of ones lie under V^T
+  static constexpr int out_pitch = DIM * 2 + 16;         // staging rows, padded against bank conflicts
+  static constexpr int at_q = 0, at_k = at_q + 2 * consumers * q, at_v = at_k + stages * k;
+  static constexpr int raw = 32 * DIM * 2;               // one warp's landing place for 16-bit Q rows
+  static constexpr int at_out = at_v + stages * v_stage, at_raw = at_out + rows * out_pitch;
+  static constexpr int at_q_scale = at_raw + 3 * raw, at_q_dot = at_q_scale + 2 * rows * 4;
+  static constexpr int at_slot = at_q_dot + 2 * rows * 4, at_entry = at_slot + 16, at_spans = at_entry + 16;
+  static constexpr int limits = 48, at_limits = at_spans + 16 * consumers;                // of a consumer warp
+  static constexpr int at_bits = at_limits + limits * 4 * consumers;
+  static constexpr int at_barrier = at_bits + (FAMILY == kDense ? 0 : 128 * 8 * consumers);
+  static constexpr int bytes = at_barrier + 8 * (7 + 2 * consumers + 4 * stages);
+  static_assert(bytes <= 232448, "shared memory of one SM");
+};
+
+template<int STAGES, int CONSUMERS> struct Barriers {                     // addresses of the mbarriers
+  uint32_t tile_full, q_full, q_empty, raw_full, k_full, k_empty, v_full, v_empty;
+  SAGE2_DEV explicit Barriers(uint32_t at)
+      : tile_full(at), q_full(at + 16), q_empty(q_full + 16 * CONSUMERS), raw_full(q_empty + 16), k_full(raw_full + 24),
+        k_empty(k_full + 8 * STAGES), v_full(k_empty + 8 * STAGES), v_empty(v_full + 8 * STAGES) {}
+};
+
+// ------------------------------------------------------------------ the two matrix products
+template<int DIM> SAGE2_DEV void scores(int (&S)[64], uint32_t q, uint32_t k) {
+  wgmma_fence();
+  mma_s8_first(S, desc<DIM>(q), desc<DIM>(k));
+  #pragma unroll
+  for (int i = 1; i < DIM / 32; i++) mma_s8_next(S, desc<DIM>(q + 2 * i), desc<DIM>(k + 2 * i));
+  wgmma_commit();
+  wgmma_wait_all();
+}
+template<int N> SAGE2_DEV void weigh_fp8(float (&T)[N], const uint32_t (&P)[16], uint32_t v) {
+  wgmma_fence();
+  mma_e4m3_first(T, P, desc<kVPitch>(v));
+  #pragma unroll
+  for (int i = 1; i < 4; i++) mma_e4m3_next(T, P + 4 * i, desc<kVPitch>(v + 2 * i));
+  wgmma_commit();
+  wgmma_wait_all();
+}
+template<int N> SAGE2_DEV void weigh_fp16(float (&O)[N], const uint32_t (&P)[32], uint32_t v) {
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < 8; i++) mma_f16_next(O, P + 4 * i, desc<128>(v + 128 * i));
+  wgmma_commit();
+  wgmma_wait_all();
+}
+
+// ------------------------------------------------------------------ the kernel
+template<int DIM, bool FP16, Family FAMILY>
+__global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attention(const __grid_constant__ Params p) {
+  using L = Layout<DIM, FP16, FAMILY>;
+  constexpr bool kIsDense = FAMILY == kDense;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t s0 = smem_address(smem);
+  const Barriers<L::stages, L::consumers> bar(s0 + L::at_barrier);
+  const uint32_t slot = s0 + L::at_slot;                       // the tile of each Q buffer; -1 ends the loop
+  const int group = uniform(threadIdx.x >> 7), warp = uniform(threadIdx.x >> 5) & 3;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; i++) {
+      barrier_init(bar.tile_full + 8 * i, 1);
+      barrier_init(bar.q_empty + 8 * i, 4 * L::consumers);
+      for (int w = 0; w < L::consumers; w++) barrier_init(bar.q_full + 8 * (i * L::consumers + w), 4);
+    }
+    for (int i = 0; i < L::stages; i++) {
+      barrier_init(bar.k_full + 8 * i, 1), barrier_init(bar.k_empty + 8 * i, 4 * L::consumers);
+      barrier_init(bar.v_full + 8 * i, 1), barrier_init(bar.v_empty + 8 * i, 4 * L::consumers);
+    }
+    for (int w = 0; w < 3; w++) barrier_init(bar.raw_full + 8 * w, 1);
+    barrier_init_fence();
+    store_shared(slot, blockIdx.x);
+  }
+  if (!FP16)                                                   // E4M3 ones; the bulk copies never touch these rows
+    for (int st = 0; st < L::stages; st++)
+      for (int i = threadIdx.x; i < 8 * kVPitch / 4; i += L::threads) store_shared(s0 + L::at_v + st * L::v_stage + L::v + 4 * i, 0x38383838u);
+  async_proxy_fence();
+  __syncthreads();
+  grid_dependency_wait();
+
+  if (group == 0) {
+    registers_shrink<L::feeder_registers>();
+    if (warp == 0) {
+      // ------------------------------------------------------ one lane: tile order, K and V
+      if (threadIdx.x != 0) return;
+      int t = blockIdx.x, stage = 0, parity = 1, n = 0;        // n counts this CTA's tiles
+      barrier_arrive(bar.tile_full);
+      while (t >= 0) {
+        const Tile tile = decode<L::rows, kIsDense>(p, t);
+        const KeyTiles<L::rows, kIsDense> ring_tiles(p, tile);
+        ring_tiles.keep_spans(p, tile, s0 + L::at_spans);
+        const int tiles = ring_tiles.count;
+        for (int i = 0; ; i++) {
+          if (i < tiles) {
+            const uint32_t entry = ring_tiles.entry(p, i, s0 + L::at_spans);
+            const int64_t block = tile.image + (int64_t)(entry & kTileOfEntry);
+            barrier_wait(bar.k_empty + 8 * stage, parity);
+            if (!kIsDense) store_shared(s0 + L::at_entry + 4 * stage, entry);
+            barrier_expect(bar.k_full + 8 * stage, L::k);
+            bulk_load(s0 + L::at_k + stage * L::k, p.images.k + block * L::k, L::k, bar.k_full + 8 * stage);
+            barrier_wait(bar.v_empty + 8 * stage, parity);
+            barrier_expect(bar.v_full + 8 * stage, L::v);
+            bulk_load(s0 + L::at_v + stage * L::v_stage, p.images.v + block * L::v, L::v, bar.v_full + 8 * stage);
+            if (++stage == L::stages) stage = 0, parity ^= 1;
+          }
+          // The next tile is announced once the ring has gone round in this one (the consumers are then past the tile
+          // before it, so the Q buffer is free), early enough for its Q to be ready in time.
+          if (i == min(L::stages, max(tiles - 1, 0))) {
+            const int ticket = atomicAdd(p.images.counter, 1);
+            if (ticket == p.total - 1) *p.images.counter = 0;  // the last draw of the launch leaves it as it was
+            t = ticket + (int)gridDim.x < p.total ? ticket + (int)gridDim.x : -1;
+            if (++n >= 2) barrier_wait(bar.q_empty + 8 * (n & 1), ((n >> 1) & 1) ^ 1);
+            store_shared(slot + 4 * (n & 1), t);
+            barrier_arrive(bar.tile_full + 8 * (n & 1));
+          }
+          if (i >= tiles - 1 && i >= min(L::stages, max(tiles - 1, 0))) break;
+        }
+      }
+    } else {
+      // ------------------------------------------------------ three warps: Q of every tile but the first
+      const int w = warp - 1;
+      int parity = 0;
+      for (int n = 1; ; n++) {
+        const int buffer = n & 1;
+        barrier_wait(bar.tile_full + 8 * buffer, (n >> 1) & 1);
+        const int t = uniform(load_shared_int(slot + 4 * buffer));
+        for (int g = w; g < L::consumers; g += 3) {            // consumer group g's 64 rows
+          if (t >= 0)
+            prefetch_q<DIM>(p, decode<L::rows, kIsDense>(p, t), 64 * g, s0 + L::at_raw + w * L::raw, bar.raw_full + 8 * w, parity,
+                          {s0 + L::at_q + buffer * L::consumers * L::q, s0 + L::at_q_scale + buffer * L::rows * 4,
+                           s0 + L::at_q_dot + buffer * L::rows * 4});
+          barrier_arrive_warp(bar.q_full + 8 * (buffer * L::consumers + g), 4);
+        }
+        if (t < 0) return;
+      }
+    }
+    return;
+  }
+
+  // ---------------------------------------------------------- consumers
+  registers_grow<L::registers>();
+  constexpr bool kPingPong = !FP16;                            // takes turns on the tensor cores; pays for FP8 only
+  constexpr int kOut = DIM / 2;                                // accumulators of a thread
+  const int w = group - 1, lane = threadIdx.x & 31, c = lane & 3, r = warp * 16 + (lane >> 2);   // row in the warpgroup
+  const uint32_t desc_k = desc_low(s0 + L::at_k), desc_v = desc_low(s0 + L::at_v, FP16 ? kTileTokens * 128 : 16);
+  if (kPingPong && w == L::consumers - 1) named_arrive(1, 256);
+  auto my_turn = [&] { if (kPingPong) named_sync(w + 1, 256); };
+  auto pass_turn = [&] { if (kPingPong) named_arrive(w + 1 == L::consumers ? 1 : w + 2, 256); };
+
+  int turn = 0;                                                // key tiles so far: stage = turn % stages, its parity = turn / stages % 2
+  for (int n = 0; ; n++) {
+    const uint32_t at_rows = s0 + L::at_q_scale + ((n & 1) * L::rows + 64 * w) * 4;                // (tid & 0x7C) * 2 = 4 * row_slot(r)
+    if (n == 0) {                                              // nobody is ahead of the first tile: each warp loads its own rows
+      load_q<DIM>(p, decode<L::rows, kIsDense>(p, blockIdx.x), 64 * w + warp * 16, {s0 + L::at_q, s0 + L::at_q_scale, s0 + L::at_q_dot});
+      barrier_arrive_warp(bar.q_full + 8 * w);
+    }
+    barrier_wait(bar.q_full + 8 * ((n & 1) * L::consumers + w), (n >> 1) & 1);
+    const int t = uniform(load_shared_int(slot + 4 * (n & 1)));
+    if (t < 0) break;
+
+    float O[kOut], l0 = 0.f, l1 = 0.f;
+    RowState state = {kNoKeys, kNoKeys, 1.f, 1.f};
+    #pragma unroll
+    for (int i = 0; i < kOut; i++) O[i] = 0.f;
+    {
+      int end, end_masked, end_dead, end_whole = 0, end_low = 0, last = 0;        // turns; last: the key tile of turn 0
+      const float *k_scales;                                   // of this head's key tiles, four each
+      // What a masked tile needs, kept in memory: keys, newest key our first row may see, rows left, and where our rows of
+      // the mask begin: bits, values.
+      const uint32_t limits = s0 + L::at_limits + L::limits * (4 * w + warp);
+      {
+        const Tile tile = decode<L::rows, kIsDense>(p, t);
+        if constexpr (!kIsDense) {
+          const KeyTiles<L::rows, kIsDense> ring_tiles(p, tile);
+          end = turn + uniform(ring_tiles.count), last = turn + uniform(ring_tiles.last);
+          const int first = tile.row0 + 64 * w, below = min(first + 64, tile.q_len) - 1;
+          const Limits l = {tile.keys, tile.offset, p.left, p.right};
+          const TileRange seen = tile_range(first, below, l);
+          const int whole_end = end_key(first, l) / kTileTokens, whole_begin = min(whole_end, (first_key(below, l) + kTileTokens - 1) / kTileTokens);
+          const bool none = first > below;                     // from the last tile on: unseen, partial, whole, partial, unseen
+          end_dead = none ? end : last - uniform(seen.end) + 1, end_masked = none ? end : max(end_dead, last - uniform(whole_end) + 1);
+          end_whole = none ? end : max(end_masked, last - uniform(whole_begin) + 1), end_low = none ? end : max(end_whole, last - uniform(seen.begin) + 1);
+          if (p.mask.data) {
+            const int64_t row = (int64_t)mask_plane(p, tile) * p.mask.q_pad + tile.row0 + 64 * w;
+            const uint64_t bits = (uint64_t)(p.mask.bits + row * p.blocks * 4);
+            const int size = p.mask.kind == kFloat32 ? 4 : p.mask.kind == kBool ? 1 : 2;
+            const uint64_t bias = (uint64_t)p.mask.data + (tile.b * p.mask.batch + tile.h * p.mask.head + (tile.row0 + 64 * w) * p.mask.row) * size;
+            store_shared4(limits + 16, bits, bits >> 32, bias, bias >> 32);
+            store_shared(limits + 8, tile.q_len - 1 - tile.row0 - 64 * w);
+          }
+        } else {
+          const TileSpan span = tile_span(tile.row0 + 64 * w, tile.row0 + 64 * w + 63, p.q_len, tile.keys, tile.offset);
+          const int tiles = uniform(key_tiles<L::rows>(p, tile));
+          end = turn + tiles, end_masked = end - uniform(span.full), end_dead = end - min(uniform(span.seen), tiles);
+        }
+        k_scales = p.images.k_scale + (!kIsDense ? (int64_t)uniform(tile.image) : (int64_t)uniform(tile.kv_head) * p.blocks) * kScaleGroups;
+        store_shared2(limits, tile.keys, tile.row0 + 64 * w + tile.offset);    // every lane the same
+        __syncwarp();
+      }
+      const uint32_t desc_q = desc_low(s0 + L::at_q + ((n & 1) * L::consumers + w) * L::q);
+
+      // One key tile.
+      auto step = [&](auto kind, auto key_tile, bool partial) {
+        constexpr Scores kKind = decltype(kind)::value;
+        const int stage = turn & (L::stages - 1), parity = turn >> L::log_stages & 1;
+        const uint32_t ring = bar.k_full + 8 * stage;
+        constexpr int kToKEmpty = 8 * L::stages, kToVFull = 16 * L::stages, kToVEmpty = 24 * L::stages;
+        int S[64];
+        if (kIsDense) barrier_wait(ring, parity);              // the others have waited: they needed the entry
+        const float k_scale = __ldg(k_scales + key_tile() * kScaleGroups + (thread_index() & 3));
+        auto my_bits = [&] { return s0 + L::at_bits + 8 * (thread_index() - 128); };      // of rows r and r + 8
+        if (!kIsDense && kKind != kAllSeen && partial && p.mask.data) {                   // on their way while the scores are formed
+          const uint4 at = load_shared4(limits + 16);
+          const int tid = thread_index(), row = (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
+          const uint32_t *bits = (const uint32_t *)((uint64_t)at.y << 32 | at.x) + ((int64_t)row * p.blocks + key_tile()) * 4 + (tid & 3);
+          copy_async4(my_bits(), bits), copy_async4(my_bits() + 4, bits + 32 * (int64_t)p.blocks);
+        }
+        my_turn();
+        scores<DIM>(S, desc_q, desc_k + stage * (L::k / 16));
+        pass_turn();
+        barrier_arrive_warp(ring + kToKEmpty);
+        // Fetched here each time: registers are short, and a load that everything below needs also keeps the compiler
+        // from moving the softmax above the hand-over.
+        const int tid = thread_index();
+        const float2 q_scale = load_shared2(at_rows + (tid & 0x7C) * 2);
+        if (kKind != kAllSeen && partial) {
+          if (!kIsDense && p.mask.data) {
+            copy_wait();
+            const float2 bits = load_shared2(my_bits());
+            hide(S, __float_as_uint(bits.x), __float_as_uint(bits.y));
+          } else {
+            const int first = key_tile() * kTileTokens, keys = load_shared_int(limits);
+            const int mine = load_shared_int(limits + 4) + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
+            const int right = kIsDense ? 0 : p.right;
+            hide(S, visible_keys(mine, keys, right) - first, visible_keys(mine + 8, keys, right) - first, tid & 3);
+            if (!kIsDense && p.left < kNoLimit) hide_before(S, mine - p.left - first, mine + 8 - p.left - first, tid & 3);
+          }
+        }
+        SAGE2_DUMP_ONLY(const DumpAt at = dump_at(p, decode<L::rows, kIsDense>(p, t), 64 * w + r, c, key_tile()); dump_scores(at, S);)
+        if constexpr (kKind == kLogits) {
+          const float2 dot = load_shared2(at_rows + (tid & 0x7C) * 2 + L::at_q_dot - L::at_q_scale);
+          const uint4 at = load_shared4(limits + 16);
+          const int last_row = load_shared_int(limits + 8), mine = (tid >> 5 & 3) * 16 + (tid >> 2 & 7), size = p.mask.kind == kFloat32 ? 4 : 2;
+          const uint8_t *bias = (const uint8_t *)((uint64_t)at.w << 32 | at.z) + key_tile() * kTileTokens * p.mask.column * size;
+          logits(S, step_of(k_scale, q_scale.x), step_of(k_scale, q_scale.y), dot.x * kLog2e, dot.y * kLog2e, {p.softcap, p.softcap_step},
+                 {bias + min(mine, last_row) * p.mask.row * size, bias + min(mine + 8, last_row) * p.mask.row * size, p.mask.column,
+                  partial && p.mask.data ? p.mask.kind : kNoMask, p.kv_len - 1 - key_tile() * kTileTokens, p.mask.pairs != 0}, tid & 3);
+        }
+        if constexpr (FP16) {
+          uint32_t P[32];
+          const bool moved = softmax_fp16<kKind>(S, k_scale, q_scale.x, q_scale.y, state, l0, l1);
+          pack_probabilities(S, P);
+          if (moved)
+            #pragma unroll
+            for (int i = 0; i < kOut; i++) O[i] *= i & 2 ? state.a1 : state.a0;
+          barrier_wait(ring + kToVFull, parity);
+          SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
+          weigh_fp16(O, P, desc_v + stage * (L::v_stage / 16));
+          SAGE2_DUMP_ONLY(dump_sums<DIM>(at, O, state.m0, state.m1, quad_sum(l0), quad_sum(l1));)
+        } else {
+          uint32_t P[16];
+          float T[kOut + 4];                                   // and the row sums, each twice
+          softmax_fp8<kKind>(S, k_scale, q_scale.x, q_scale.y, state);
+          pack_probabilities(S, P);
+          barrier_wait(ring + kToVFull, parity);
+          SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
+          weigh_fp8(T, P, desc_v + stage * (L::v_stage / 16));
+          SAGE2_DUMP_ONLY(dump_sums<DIM>(at, T, state.m0, state.m1, T[kOut], T[kOut + 2]);)
+          #pragma unroll
+          for (int i = 0; i < kOut; i++) O[i] = fmaf(O[i], i & 2 ? state.a1 : state.a0, T[i]);
+          l0 = fmaf(l0, state.a0, T[kOut]), l1 = fmaf(l1, state.a1, T[kOut + 2]);
+        }
+        barrier_arrive_warp(ring + kToVEmpty);
+        turn++;
+      };
+      auto k_arrived = [&] { barrier_wait(bar.k_full + 8 * (turn & (L::stages - 1)), turn >> L::log_stages & 1); };
+      auto let_pass = [&] {                                    // none of our rows sees it
+        const uint32_t ring = bar.k_full + 8 * (turn & (L::stages - 1)), parity = turn >> L::log_stages & 1;
+        barrier_wait(ring, parity), barrier_wait(ring + 16 * L::stages, parity);
+        my_turn(), pass_turn();
+        barrier_arrive_warp(ring + 8 * L::stages), barrier_arrive_warp(ring + 24 * L::stages);
+        turn++;
+      };
+      typedef std::integral_constant<Scores, kAllSeen> AllSeen;
+      typedef std::integral_constant<Scores, kSomeHidden> SomeHidden;
+      if constexpr (!kIsDense) {
+        while (turn < end) {
+          int kind = turn < end_dead || turn >= end_low ? kUnseen : turn >= end_masked && turn < end_whole ? kWhole : kPartial;
+          k_arrived();
+          if (p.mask.data) {
+            const uint32_t entry = uniform(load_shared_int(s0 + L::at_entry + 4 * (turn & (L::stages - 1))));
+            kind = entry >> (24 + 2 * w) & 3;
+            store_shared(limits + 40, entry & kTileOfEntry);   // so that no register keeps it
+            __syncwarp();
+          }
+          auto key_tile = [&] { return p.mask.data ? load_shared_int(limits + 40) : last - turn; };
+          if (kind == kUnseen) let_pass();
+          else if constexpr (FAMILY == kAdjusted) {
+            if (p.softcap != 0.f || kind == kPartial) step(std::integral_constant<Scores, kLogits>(), key_tile, kind == kPartial);
+            else step(AllSeen(), key_tile, false);
+          } else if (kind == kPartial) step(std::integral_constant<Scores, FP16 ? kSomeHidden : kManyHidden>(), key_tile, true);
+          else step(AllSeen(), key_tile, false);
+        }
+      } else {
+        auto key_tile = [&] { return end - 1 - turn; };
+        while (turn < end_dead) let_pass();
+        while (turn < end_masked) step(SomeHidden(), key_tile, true);
+        while (turn < end) step(AllSeen(), key_tile, false);
+      }
+    }
+
+    // -------------------------------------------------------- epilogue: divide, rescale V, add its mean, store whole rows
+    const Tile tile = decode<L::rows, kIsDense>(p, uniform(load_shared_int(slot + 4 * (n & 1))));   // again: cheaper than keeping it
+    const int row = tile.row0 + 64 * w + r;
+    if constexpr (FP16) l0 = quad_sum(l0), l1 = quad_sum(l1);
+    float kept0 = 1.f, kept1 = 1.f, shrink0 = 1.f, shrink1 = 1.f;                // with sinks: the keys' share of a row's weight
+    if (!kIsDense && p.sinks) {
+      const float2 dot = load_shared2(at_rows + (threadIdx.x & 0x7C) * 2 + L::at_q_dot - L::at_q_scale);
+      const float sink = __ldg(p.sinks + tile.h) * kLog2e, lacks = FAMILY == kAdjusted && p.softcap != 0.f ? 0.f : kLog2e;      // smoothing took q . k_mean
+      add_sink(sink - dot.x * lacks, state.m0, l0, shrink0, kept0), add_sink(sink - dot.y * lacks, state.m1, l1, shrink1, kept1);
+    }
+    const float i0 = l0 == 0.f ? 0.f : __fdividef(shrink0, l0), i1 = l1 == 0.f ? 0.f : __fdividef(shrink1, l1);   // no keys: zero
+    const float *v_scale = p.images.v_scale + (int64_t)tile.kv_head * DIM, *v_mean = p.images.v_mean + (int64_t)tile.kv_head * DIM;
+    const uint32_t staging = s0 + L::at_out + (w * 64 + warp * 16) * L::out_pitch, mine = staging + (lane >> 2) * L::out_pitch + c * 4;
+    bulk_wait_read();                                          // the last tile's rows have left the staging area
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < DIM / 8; i++) {
+      const float2 s = __ldg((const float2 *)(v_scale + 8 * i + 2 * c)), m = __ldg((const float2 *)(v_mean + 8 * i + 2 * c));
+      const float2 m0 = l0 == 0.f ? make_float2(0.f, 0.f) : !kIsDense ? make_float2(m.x * kept0, m.y * kept0) : m;
+      const float2 m1 = l1 == 0.f ? make_float2(0.f, 0.f) : !kIsDense ? make_float2(m.x * kept1, m.y * kept1) : m;
+      const float x0 = fmaf(O[4 * i] * i0, s.x, m0.x), x1 = fmaf(O[4 * i + 1] * i0, s.y, m0.y);
+      const float y0 = fmaf(O[4 * i + 2] * i1, s.x, m1.x), y1 = fmaf(O[4 * i + 3] * i1, s.y, m1.y);
+      store_shared(mine + i * 16, p.bf16 ? pack_bf16(x0, x1) : pack_f16(x0, x1));
+      store_shared(mine + 8 * L::out_pitch + i * 16, p.bf16 ? pack_bf16(y0, y1) : pack_f16(y0, y1));
+    }
+    async_proxy_fence();
+    __syncwarp();
+    const int first = tile.row0 + 64 * w + warp * 16;          // this warp's 16 rows
+    uint16_t *out = const_cast<uint16_t *>(p.out.data) + tile.b * p.out.batch + tile.h * p.out.head + (int64_t)(tile.q_token + first) * p.out.token;
+    if (p.out.vector) {
+      if (lane < 16 && first + lane < tile.q_len) bulk_store(out + lane * p.out.token, staging + lane * L::out_pitch, p.head_dim * 2);
+      bulk_commit();
+    } else {
+      for (int i = 0; i < 16 && first + i < tile.q_len; i++)
+        for (int d = lane; d < p.head_dim; d += 32) {
+          uint16_t x;
+          asm volatile("ld.shared.u16 %0,[%1];" : "=h"(x) : "r"(staging + i * L::out_pitch + 2 * d) : "memory");
+          out[i * p.out.token + d] = x;
+        }
+    }
+    if (p.lse && c == 0) {                                     // natural log of the true scaled scores
+      float *lse = p.lse + ((int64_t)(!kIsDense && p.cu_q ? 0 : tile.b) * p.heads + tile.h) * p.q_len + tile.q_token;
+      float2 dot = load_shared2(at_rows + (threadIdx.x & 0x7C) * 2 + L::at_q_dot - L::at_q_scale);
+      if (FAMILY == kAdjusted && p.softcap != 0.f) dot = make_float2(0.f, 0.f);          // the logits have it already
+      if (row < tile.q_len) lse[row] = l0 == 0.f ? -INFINITY : fmaf(state.m0 + __log2f(l0), 0.6931471806f, dot.x);
+      if (row + 8 < tile.q_len) lse[row + 8] = l1 == 0.f ? -INFINITY : fmaf(state.m1 + __log2f(l1), 0.6931471806f, dot.y);
+    }
+    __syncwarp();
+    barrier_arrive_warp(bar.q_empty + 8 * (n & 1));
+  }
+  if (kPingPong && w == 0) named_sync(1, 256);                 // takes the last hand-over
+  bulk_wait();
+}
+
+typedef void (*Kernel)(Params);
+struct Entry { Kernel kernel; int smem, rows, threads; };
+template<int DIM, bool FP16, Family FAMILY> Entry entry() {
+  using L = Layout<DIM, FP16, FAMILY>;
+  return {attention<DIM, FP16, FAMILY>, L::bytes, L::rows, L::threads};
+}
+template<Family FAMILY> Entry entry(bool wide, bool fp16) {
+  if (wide) return fp16 ? entry<128, true, FAMILY>() : entry<128, false, FAMILY>();
+  return fp16 ? entry<64, true, FAMILY>() : entry<64, false, FAMILY>();
+}
+
+}  // namespace
+
+template<Family FAMILY> cudaError_t load_family_sm90() {
+  for (int i = 0; i < 4; i++) {
+    const Entry e = entry<FAMILY>(i & 1, i & 2);
+    const cudaError_t err = cudaFuncSetAttribute(e.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, e.smem);
+    if (err != cudaSuccess) return err;
+  }
+  return cudaSuccess;
+}
+template<Family FAMILY> cudaError_t launch_family_sm90(Params &p, int sm_count, bool overlap, cudaStream_t stream) {
+  const Entry e = entry<FAMILY>(padded_dim(p.head_dim) == 128, p.fp16_pv);
+  cudaLaunchConfig_t cfg = {};
+  cfg.gridDim = dim3(p.total < sm_count ? p.total : sm_count), cfg.blockDim = dim3(e.threads);
+  cfg.dynamicSmemBytes = e.smem, cfg.stream = stream;
+  cudaLaunchAttribute attr[1];
+  attr[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attr[0].val.programmaticStreamSerializationAllowed = 1;
+  cfg.attrs = attr, cfg.numAttrs = overlap ? 1 : 0;
+  void *args[] = {&p};
+  return cudaLaunchKernelExC(&cfg, (const void *)e.kernel, args);
+}
+
+}  // namespace sage2

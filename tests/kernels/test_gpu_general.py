@@ -1,0 +1,264 @@
+"""What only the general kernel knows, against float64: masks, windows, sinks, softcap, sequences, padding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gpu_cases import DEVICE, FP8, FP16, RECIPES, forward, normal, poison, qkv
+from torch import Tensor
+
+from sage_patch.kernels.library import Extras
+
+LIMITS = {FP8: 0.06, FP16: 0.02}  # relative L1 of short rows too; typical values are 0.038 and 0.011
+
+
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, bias: Tensor | None = None,
+    softcap: float = 0.0, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) in float64; hidden: bool, broadcastable to [batch, heads, q_len, kv_len]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+    s = q.double() @ k.transpose(-1, -2) * scale
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias.double()
+    s = s.masked_fill(hidden, -math.inf)
+    dead = (s == -math.inf).all(-1, keepdim=True)
+    top = s.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.double()[None, :, None, None]
+        top = torch.maximum(top, sink)
+    top = torch.where(dead, 0.0, top)
+    p = torch.exp(s - top)
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+    seen = ~hidden.expand_as(s).all(-2)  # values of keys that no row sees may be anything
+    v = torch.where(seen[..., None], v, 0.0)
+    out = torch.where(dead, 0.0, p @ v / torch.where(dead, 1.0, total))
+    return out, torch.where(dead, -math.inf, torch.log(total) + top)[..., 0]
+
+
+def same(
+    recipe: str, q: Tensor, k: Tensor, v: Tensor, extras: Extras, hidden: Tensor, *, bias: Tensor | None = None,
+    kv_lens: Tensor | None = None, is_causal: bool = False, top_left: bool = False, loose: float = 1.0,
+) -> None:  # fmt: skip
+    scale = 1 / math.sqrt(q.shape[-1])
+    out, lse = forward(
+        q, k, v, scale=scale, recipe=recipe, return_lse=True, kv_lens=kv_lens, is_causal=is_causal,
+        causal_top_left=top_left, extras=extras,
+    )  # fmt: skip
+    k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
+    ref, ref_lse = exact(q, k, v, scale, hidden, bias, extras.softcap, extras.sinks)
+    dead = ref_lse == -math.inf
+    assert bool((out[dead] == 0).all()) and bool((lse[dead] == -math.inf).all())
+    assert bool(out.isfinite().all())
+    live = ref[~dead]
+    error = float((out[~dead].double() - live).abs().sum() / live.abs().sum()) if live.numel() else 0.0
+    assert error < LIMITS[recipe] * loose, f"relative L1 {error}"
+    assert float((lse[~dead].double() - ref_lse[~dead]).abs().max() if live.numel() else 0.0) < 0.15
+    plain, _ = forward(
+        q,
+        k,
+        v,
+        scale=scale,
+        recipe=recipe,
+        kv_lens=kv_lens,
+        is_causal=is_causal,
+        causal_top_left=top_left,
+        extras=extras,
+    )
+    assert torch.equal(out, plain)
+
+
+def diagonal(q_len: int, kv_len: int) -> Tensor:
+    """key - (row + kv_len - q_len): 0 on the bottom-right diagonal."""
+    return torch.arange(kv_len, device=DEVICE) - torch.arange(q_len, device=DEVICE)[:, None] - (kv_len - q_len)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("q_len,kv_len", ((300, 300), (1, 500), (77, 1031), (513, 200), (700, 700)))
+@pytest.mark.parametrize(
+    "left,right,is_causal", ((100, -1, True), (0, -1, True), (130, 40, False), (-1, 7, False), (5, 5, False))
+)
+def test_windows(recipe: str, d: int, q_len: int, kv_len: int, left: int, right: int, is_causal: bool) -> None:
+    poison()
+    q, k, v = qkv(2, 4, 2, q_len, kv_len, d)
+    at = diagonal(q_len, kv_len)
+    hidden = torch.zeros_like(at, dtype=torch.bool)
+    if left >= 0:
+        hidden |= at < -left
+    if right >= 0 or is_causal:
+        hidden |= at > (0 if is_causal else right)
+    same(recipe, q, k, v, Extras(left=left, right=right), hidden, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", ((2, 4), (1, 4), (2, 1), (1, 1)))
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("q_len,kv_len,d", ((300, 430, 128), (130, 129, 64), (1, 77, 64), (257, 1031, 128)))
+def test_bool_masks(recipe: str, shape: tuple[int, int], is_causal: bool, q_len: int, kv_len: int, d: int) -> None:
+    """Random, block-wise, empty rows and keys that no row sees, which hold NaN."""
+    poison()
+    q, k, v = qkv(2, 4, 2, q_len, kv_len, d)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    mask = torch.rand(*shape, q_len, kv_len, device=DEVICE, generator=generator) > 0.4
+    mask[..., 128:256] = True
+    mask[..., : q_len // 2, 256:] = False
+    mask[..., q_len // 3, :] = False
+    unseen = [3, 50] if kv_len > 60 else [3]
+    mask[..., unseen] = False
+    hidden = ~mask
+    if is_causal:
+        hidden = hidden | (diagonal(q_len, kv_len) > 0)
+    k[:, :, unseen] = math.nan
+    v[:, :, unseen] = math.inf
+    same(recipe, q, k, v, Extras(attn_mask=mask), hidden.expand(2, 4, -1, -1), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bool_mask_with_lengths_and_window(recipe: str) -> None:
+    q, k, v = qkv(2, 4, 4, 300, 430, 128)
+    mask = torch.rand(1, 1, 300, 430, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)) > 0.3
+    lens = torch.tensor([430, 201], dtype=torch.int32, device=DEVICE)
+    at = (
+        torch.arange(430, device=DEVICE) - torch.arange(300, device=DEVICE)[:, None] - (lens[:, None, None, None] - 300)
+    )
+    hidden = ~mask | (torch.arange(430, device=DEVICE) >= lens[:, None, None, None]) | (at < -150) | (at > 0)
+    k[1, :, 201:] = math.nan
+    same(recipe, q, k, v, Extras(attn_mask=mask, left=150), hidden.expand(2, 4, -1, -1), kv_lens=lens, is_causal=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("q_len,kv_len,d", ((300, 430, 128), (70, 129, 64)))
+@pytest.mark.parametrize("softcap", (0.0, 5.0))
+def test_float_masks(recipe: str, dtype: torch.dtype, q_len: int, kv_len: int, d: int, softcap: float) -> None:
+    """A bias with -inf, -10000 and whole tiles of zero; a transposed one; a broadcast one."""
+    poison()
+    q, k, v = qkv(2, 4, 2, q_len, kv_len, d)
+    bias = normal(1, 4, q_len, kv_len, dtype=dtype, seed=5) * 2
+    bias[..., 10:20] = -math.inf
+    bias[..., 30:40] = -10000.0
+    bias[..., 128:256] = 0.0
+    bias[..., 5, :] = -math.inf
+    hidden = (bias == -math.inf).expand(2, -1, -1, -1)
+    same(recipe, q, k, v, Extras(attn_mask=bias, softcap=softcap), hidden, bias=bias)
+    turned = bias.transpose(-1, -2).contiguous().transpose(-1, -2)
+    same(recipe, q, k, v, Extras(attn_mask=turned, softcap=softcap), hidden, bias=bias)
+    row = bias[:, :1, 6:7]
+    same(recipe, q, k, v, Extras(attn_mask=row, softcap=softcap), (row == -math.inf).expand(2, 4, q_len, -1), bias=row)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("is_causal", (False, True))
+@pytest.mark.parametrize("softcap", (0.0, 20.0, 0.5))
+def test_sinks_and_softcap(recipe: str, d: int, is_causal: bool, softcap: float) -> None:
+    """With a bias on K's channels, which smoothing takes away and softcap and sinks must see; on V's, likewise."""
+    q, k, v = qkv(2, 4, 2, 300, 300, d)
+    k[..., 3] += 4.0
+    v[..., 5] += 8.0
+    sinks = torch.tensor([-100.0, 0.0, 5.0, 300.0], device=DEVICE)
+    hidden = diagonal(300, 300) > 0 if is_causal else torch.zeros(300, 300, dtype=torch.bool, device=DEVICE)
+    for given in (None, sinks) if softcap else (sinks,):
+        same(recipe, q, k, v, Extras(softcap=softcap, sinks=given), hidden, is_causal=is_causal)
+    same(recipe, q, k, v, Extras(sinks=sinks, left=64), hidden | (diagonal(300, 300) < -64), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("rows", (1, 2))
+def test_key_padding(recipe: str, d: int, rows: int) -> None:
+    """Padding anywhere, per item or shared, none and all, NaN in it; the same bits as the call without those keys."""
+    poison()
+    q, k, v = qkv(2, 4, 2, 200, 700, d)
+    keep = torch.rand(rows, 700, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)) > 0.5
+    keep[0, :130] = False
+    if rows == 2:
+        keep[1] = False
+    gone = (~keep).expand(2, -1)[:, None, :, None]
+    k, v = k.masked_fill(gone, math.nan), v.masked_fill(gone, math.nan)
+    same(recipe, q, k, v, Extras(key_padding=keep), (~keep)[:, None, None].expand(2, 4, 200, -1))
+    left = keep[0].nonzero()[:, 0]
+    out, _ = forward(q, k, v, scale=0.1, recipe=recipe, extras=Extras(key_padding=keep))
+    alone, _ = forward(q[:1], k[:1, :, left], v[:1, :, left], scale=0.1, recipe=recipe)
+    assert torch.equal(out[:1], alone)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("is_causal,top_left", ((False, False), (True, False), (True, True)))
+def test_left_padding(recipe: str, is_causal: bool, top_left: bool) -> None:
+    poison()
+    q, k, v = qkv(3, 4, 2, 300, 300, 128)
+    starts = torch.tensor([0, 131, 300], dtype=torch.int32, device=DEVICE)
+    keys = torch.arange(300, device=DEVICE)
+    k[1, :, :131], v[1, :, :131], k[2], v[2] = math.nan, math.nan, math.nan, math.nan
+    hidden = (keys < starts[:, None])[:, None, None].expand(3, 4, 300, -1)
+    if is_causal:
+        hidden = hidden | (diagonal(300, 300) > 0)
+    same(
+        recipe, q, k, v, Extras(kv_starts=starts), hidden, kv_lens=300 - starts, is_causal=is_causal, top_left=top_left
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("is_causal,left", ((False, -1), (True, -1), (True, 100)))
+def test_sequences(recipe: str, d: int, is_causal: bool, left: int) -> None:
+    """Sequences laid end to end equal the same sequences alone, bit for bit; empty ones and tokens of none included."""
+    poison()
+    lengths_q, lengths_k = [5, 0, 300, 128, 1, 257, 64], [77, 10, 300, 0, 500, 257, 64]
+    cu_q = torch.tensor([2, *lengths_q]).cumsum(0).int().to(DEVICE)
+    cu_k = torch.tensor([3, *lengths_k]).cumsum(0).int().to(DEVICE)
+    total_q, total_k = int(cu_q[-1]) + 4, int(cu_k[-1]) + 5
+    q, k, v = (
+        normal(1, total, h, d, seed=s).transpose(1, 2)
+        for total, h, s in ((total_q, 4, 0), (total_k, 2, 1), (total_k, 2, 2))
+    )
+    extras = Extras(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, left=left)
+    out, lse = forward(q, k, v, scale=0.1, recipe=recipe, is_causal=is_causal, return_lse=True, extras=extras)
+    expected, expected_lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+    for i, (n, m) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        if n and m:
+            a, b = int(cu_q[i]), int(cu_k[i])
+            part = q[:, :, a : a + n], k[:, :, b : b + m], v[:, :, b : b + m]
+            alone = Extras(left=m + n if left < 0 else left)
+            expected[:, :, a : a + n], expected_lse[:, :, a : a + n] = forward(
+                *part, scale=0.1, recipe=recipe, is_causal=is_causal, return_lse=True, extras=alone
+            )
+    assert torch.equal(out, expected)
+    torch.testing.assert_close(
+        lse, expected_lse, rtol=0, atol=2e-5
+    )  # q . k_mean is added in another order in later tiles
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_whole_mask_equals_no_mask(recipe: str) -> None:
+    q, k, v = qkv(1, 2, 2, 700, 700, 128)
+    everything = torch.ones(1, 1, 700, 700, dtype=torch.bool, device=DEVICE)
+    for is_causal in (False, True):
+        masked, _ = forward(q, k, v, scale=0.1, recipe=recipe, is_causal=is_causal, extras=Extras(attn_mask=everything))
+        plain, _ = forward(q, k, v, scale=0.1, recipe=recipe, is_causal=is_causal)
+        assert torch.equal(masked, plain)
+
+
+def test_general_calls_under_a_graph() -> None:
+    """Capture and replay with new values of the mask, the offsets and the inputs."""
+    q, k, v = qkv(1, 4, 2, 300, 300, 128)
+    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool, device=DEVICE)
+    run = lambda: forward(q, k, v, scale=0.1, extras=Extras(attn_mask=mask, left=200, right=200))[0]  # noqa: E731
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    mask[..., 100:] = False
+    q.copy_(normal(1, 4, 300, 128, seed=9))
+    graph.replay()
+    assert torch.equal(out, run())
