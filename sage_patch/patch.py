@@ -4,7 +4,8 @@ What apply() changes, all of it on the model itself and all of it put back by re
   1. transformers: every configuration object that the model's modules hold is replaced by a copy whose attention
      implementation is "sage2" (a copy, because other models may share the original);
   2. diffusers: every attention processor gets a subclass of its own class;
-  3. every attention site gets one private attribute, its tag.
+  3. every attention site gets one private attribute, its tag;
+  4. if the policy has rules by denoising step, the pipeline's scheduler gets a subclass of its own class.
 No class, function or registry default of another package is replaced; names, parameters and state-dict keys stay.
 All checks come first: an error leaves the model as it was.
 """
@@ -20,9 +21,19 @@ from typing import Any
 from torch import nn
 
 from sage_patch.integrations import sites as site_finder
-from sage_patch.integrations.diffusers import denoisers, find_processor_sites, is_patched, patch_processor
+from sage_patch.integrations.diffusers import (
+    carrier_of,
+    denoisers,
+    find_processor_sites,
+    is_diffusers_model,
+    is_patched,
+    patch_processor,
+    unpatch_processor,
+    unreached_modules,
+)
 from sage_patch.integrations.sites import TAG, SiteTag
 from sage_patch.integrations.source import MaskStyle
+from sage_patch.integrations.steps import StepClock, StepSwitch, scheduler_problem, stepped_sites
 from sage_patch.integrations.transformers import OwnAttentionError, config_copies, mask_styles, register
 from sage_patch.kernels import ops
 from sage_patch.policy import AttentionSite, Plan, Policy, resolve
@@ -47,8 +58,10 @@ class Handle:
         self._token = token
         self._unrouted = unrouted
         self._configs: list[tuple[nn.Module, str, Any]] = []
-        self._processors: list[tuple[Any, type]] = []
+        self._processors: list[Any] = []
         self._tagged: list[nn.Module] = []
+        self._switch: StepSwitch | None = None
+        self._clock: StepClock | None = None
         self._final_counts: dict[ops.CallKey, int] | None = None
 
     @property
@@ -92,13 +105,19 @@ class Handle:
             by_site.setdefault(row["site"], []).append(row)
         names = [s.name for s in self.plan.sites] + (["*"] if "*" in by_site else [])
         width = max(len(n) for n in names)
+        steps = {row["name"]: f" [{row['steps']}]" for row in self.plan.rows() if row["steps"]}
         for name in names:
             parts = [
                 f"{r['recipe']} x{r['calls']}" + (f" ({r['reason']})" if r["reason"] else "")
                 for r in by_site.get(name, [])
             ]
             planned = self.plan.choice(name).recipe if name != "*" else "inside compiled graphs"
+            planned += steps.get(name, "")
             lines.append(f"  {name:<{width}}  {planned}: {', '.join(parts) if parts else 'no calls'}")
+        if self.active and self._clock is not None and not self._clock.in_place:
+            lines.append(
+                "  the pipeline's scheduler was replaced after apply(): rules by step need revert() and apply()"
+            )
         lines += [f"  {name}: its processor was replaced after apply(); apply again" for name in self._replaced()]
         for name, class_name in self._unrouted:
             lines.append(f"  {name}: not patched, {class_name} computes attention in its own code")
@@ -114,16 +133,34 @@ class Handle:
             if hasattr(module, "processor") and not is_patched(module.processor)
         ]
 
+    def step(self, step: int, num_steps: int) -> None:
+        """Say which denoising step comes next in a loop of your own: `step` of `num_steps`, from 0.
+
+        It holds until the next call, or until the scheduler of a patched pipeline begins a request. A policy without
+        rules by step takes it and changes nothing. Raises PolicyError if the rules give too many plans for
+        `num_steps`, ValueError for a step outside of the request, PatchError after revert().
+        """
+        if not self.active:
+            raise PatchError("the patch was reverted; apply it again before handle.step()")
+        if not 0 <= step < num_steps:
+            raise ValueError(f"step must be from 0 to num_steps - 1; got step {step} of {num_steps}")
+        if self._switch is not None:
+            self._switch.enter(step, num_steps)
+        if self._clock is not None:
+            self._clock.ignore_request()
+
     def revert(self) -> None:
         """Put back exactly what was there. Safe to call again. Counts so far stay readable."""
         if not self.active:
             return
+        if self._clock is not None:
+            self._clock.detach()
         for module in self._tagged:
             module.__dict__.pop(TAG, None)
         for module, attribute, original in self._configs:
             module.__dict__[attribute] = original
-        for processor, original_class in self._processors:
-            processor.__class__ = original_class
+        for carrier in [*self._processors, *(carrier_of(module) for module in self._tagged)]:
+            unpatch_processor(carrier)  # also those that diffusers made anew from a patched one's class
         self._final_counts = ops.counts(self._token)
         ops.reset_counts(self._token)
 
@@ -142,7 +179,7 @@ def apply(model: Any, policy: Policy | None = None) -> Handle:
     """
     found = _inspect(model)
     policy = policy if policy is not None else Policy()
-    plan = _resolve(policy, found)
+    plan = _resolve(model, policy, found)
     for device in {parameter.device for root in found.roots for parameter in root.parameters()}:
         ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
     token = f"h{next(_HANDLE_NUMBERS)}/"
@@ -157,11 +194,14 @@ def apply(model: Any, policy: Policy | None = None) -> Handle:
         module.__dict__[attribute] = replacement
         handle._configs.append((module, attribute, original))
     for _, module in found.processed:
-        if not is_patched(module.processor):  # one processor may serve several sites
-            handle._processors.append((module.processor, patch_processor(module.processor)))
+        carrier = carrier_of(module)
+        if not is_patched(carrier):  # one processor may serve several sites
+            patch_processor(carrier)
+            handle._processors.append(carrier)
     for module, tag in tags:
         module.__dict__[TAG] = tag
         handle._tagged.append(module)
+    _follow_steps(model, handle, {site.name: (module, module.__dict__[TAG]) for site, module in found.sites})
     return handle
 
 
@@ -177,7 +217,7 @@ def applied(model: Any, policy: Policy | None = None) -> Iterator[Handle]:
 
 def plan(model: Any, policy: Policy | None = None) -> Plan:
     """What apply() would decide, without changing the model; works on meta-device weights. Raises as apply()."""
-    return _resolve(policy if policy is not None else Policy(), _inspect(model))
+    return _resolve(model, policy if policy is not None else Policy(), _inspect(model))
 
 
 def stats() -> list[dict[str, Any]]:
@@ -233,10 +273,12 @@ def _inspect(model: Any) -> _Found:
         here = find_processor_sites(inner, prefix)
         routed += site_finder.find_sites(inner)
         processed += here
-        taken = {id(module) for _, module in here}
-        unrouted += [
-            (prefix + n, type(m).__name__) for n, m in site_finder.own_attention_modules(inner) if id(m) not in taken
-        ]
+        if is_diffusers_model(inner):
+            unrouted += [(prefix + n, class_name) for n, class_name in unreached_modules(inner)]
+        else:
+            taken = {id(module) for _, module in here}
+            own = site_finder.own_attention_modules(inner)
+            unrouted += [(prefix + n, type(m).__name__) for n, m in own if id(m) not in taken]
     if not routed and not processed:
         name = type(model).__name__
         if unrouted:
@@ -249,13 +291,32 @@ def _inspect(model: Any) -> _Found:
     return _Found(list(parts.values()), routed, processed, unrouted)
 
 
-def _resolve(policy: Policy, found: _Found) -> Plan:
-    stepped = [i for i, rule in enumerate(policy.rules, start=1) if rule.steps is not None]
-    if stepped and found.processed:
-        raise PatchError(
-            f"rule {stepped[0]} names denoising steps, which are not followed yet; use rules without steps"
-        )
-    return resolve(policy, [site for site, _ in found.sites])
+def _resolve(model: Any, policy: Policy, found: _Found) -> Plan:
+    """The checked plan; PatchError if it has rules by step and the pipeline's scheduler cannot be followed."""
+    plan = resolve(policy, [site for site, _ in found.sites], has_steps=bool(found.processed) and not found.routed)
+    scheduler = _scheduler_of(model)
+    problem = scheduler_problem(model, scheduler) if scheduler is not None and stepped_sites(plan) else None
+    if problem:
+        raise PatchError(f"the policy has rules by denoising step, which cannot be followed here: {problem}")
+    return plan
+
+
+def _scheduler_of(model: Any) -> Any:
+    """The scheduler of a pipeline, or None: then only handle.step tells the denoising step."""
+    return model.components.get("scheduler") if denoisers(model) else None
+
+
+def _follow_steps(model: Any, handle: Handle, tagged: dict[str, tuple[nn.Module, SiteTag]]) -> None:
+    """Where sites have rules by step: refuse their calls until a step is known, and learn it from the scheduler."""
+    stepped = stepped_sites(handle.plan)
+    if not stepped:
+        return
+    handle._switch = StepSwitch(handle.plan, [(name, *tagged[name]) for name in stepped])
+    handle._switch.leave()
+    scheduler = _scheduler_of(model)
+    if scheduler is not None:
+        handle._clock = StepClock(model, scheduler, handle._switch)
+        handle._clock.attach()
 
 
 def _without_adapters(model: nn.Module) -> nn.Module:

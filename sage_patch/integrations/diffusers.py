@@ -1,27 +1,47 @@
 """Reach the attention of diffusers models: every processor, whether or not it goes through diffusers' dispatcher.
 
-A patched processor keeps its object and its name; its class becomes a subclass whose call runs the original code under
-a function mode that sees one thing only: torch's scaled_dot_product_attention. Nothing global is touched, no processor
-is copied, and taking the subclass away restores exactly what was there. diffusers' own set_attention_backend reaches
-only half of the processors and changes a process-wide default.
+A patched processor keeps its object and its name; its class becomes a subclass that runs the original code with two
+functions replaced (see rebind.py): torch's scaled_dot_product_attention and diffusers' dispatch_attention_fn. Nothing
+global is touched, no processor is copied, and taking the subclass away restores exactly what was there. A module of
+diffusers that calls either function in its own forward is treated the same way.
+
+While a model is patched, a backend chosen through diffusers' set_attention_backend has no say: the recipe has. It is
+in force again after revert(). What only the dispatcher understands (context parallelism, flex block masks, arguments
+of its own) goes to the dispatcher untouched and is counted as exact with its reason.
 """
 
 from __future__ import annotations
 
 import functools
+import re
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack
 
-from sage_patch.dispatch import Options, attend, choose, describe, unify
+from sage_patch.dispatch import Options, UnsupportedCall, attend, choose, describe, tick, unify
+from sage_patch.integrations.rebind import rebound_methods
 from sage_patch.integrations.sites import TAG, SiteTag, place_of
-from sage_patch.policy import AttentionSite
+from sage_patch.policy import AttentionSite, Role
 
-# Parts of a pipeline that denoise. Autoencoders and text or image encoders are left alone.
+# Parts of a pipeline that denoise, by name or by where their class lives. Autoencoders and encoders are left alone.
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder", "controlnet")
+_DENOISER_PACKAGES = tuple(f"diffusers.models.{kind}." for kind in ("transformers", "unets", "controlnets"))
+
+
+class _Running(threading.local):
+    """The site whose processor runs in this thread. Set for every thread at once: compiled code guards on its being."""
+
+    def __init__(self) -> None:
+        self.tag: SiteTag | None = None
+
+
+_RUNNING = _Running()
 
 
 def denoisers(pipeline: Any) -> dict[str, nn.Module]:
@@ -29,73 +49,213 @@ def denoisers(pipeline: Any) -> dict[str, nn.Module]:
     components = getattr(pipeline, "components", None)
     if not isinstance(components, dict):
         return {}
-    return {n: components[n] for n in DENOISERS if isinstance(components.get(n), nn.Module)}
+    found: dict[str, nn.Module] = {}
+    for name, part in components.items():
+        denoises = name in DENOISERS or (type(part).__module__ + ".").startswith(_DENOISER_PACKAGES)
+        if isinstance(part, nn.Module) and denoises and not any(part is other for other in found.values()):
+            found[name] = part
+    return found
 
 
 def find_processor_sites(model: nn.Module, prefix: str = "") -> list[tuple[AttentionSite, nn.Module]]:
-    """Every module of a diffusers model that attends through a processor object, in module order."""
+    """Every module of a diffusers model whose attention can be reached, in module order."""
     modules = dict(model.named_modules())
     return [
         (_describe(prefix + name, name, module, modules), module)
         for name, module in modules.items()
-        if callable(getattr(module, "processor", None)) and hasattr(module, "set_processor")
+        if carrier_of(module) is not None
     ]
 
 
-def patch_processor(processor: Any) -> type:
-    """Give a processor object its intercepting class; returns the class it had."""
-    original = type(processor)
-    processor.__class__ = intercepting(original)  # type: ignore[arg-type]
-    return original
+def unreached_modules(model: nn.Module) -> list[tuple[str, str]]:
+    """(name, class) of what looks like attention in a diffusers model, but is no site, nor around or inside one.
+
+    Softmax written out, linear attention, torch's MultiheadAttention, decorated processors. Told by class names, and
+    only the innermost are listed.
+    """
+    modules = list(model.named_modules())
+    sites = [name for name, module in modules if carrier_of(module) is not None]
+    found: list[tuple[str, str]] = []
+    for name, module in reversed(modules):
+        class_name = type(module).__name__
+        attends = re.search(r"Attn|Attention", class_name) and not re.search(r"Block|Mlp|Model$|Adapter", class_name)
+        if not attends and not callable(getattr(module, "processor", None)):
+            continue
+        if any(site == name or _inside(site, name) or _inside(name, site) for site in sites):
+            continue
+        if not any(_inside(inner, name) for inner, _ in found):
+            found.append((name, class_name))
+    return found[::-1]
+
+
+def is_diffusers_model(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("diffusers.") for base in type(model).__mro__)
+
+
+def _inside(inner: str, outer: str) -> bool:
+    return not outer or inner.startswith(outer + ".")
+
+
+def carrier_of(module: nn.Module) -> Any:
+    """The object whose class computes a module's attention: its processor, or a diffusers module itself; or None."""
+    processor = getattr(module, "processor", None)
+    if callable(processor):
+        return processor if _reached(type(processor)) else None
+    own = type(module).__module__.startswith("diffusers.") and not _is_processor_class(type(module))
+    return module if own and _reached(type(module)) else None
+
+
+def _is_processor_class(cls: type) -> bool:
+    """Whether a class is called as processor(attn, ...), as those with weights of their own (IP-Adapter) are too."""
+    return not issubclass(cls, nn.Module) or cls.__call__ is not nn.Module.__call__
+
+
+def patch_processor(processor: Any) -> None:
+    """Give a site's carrier its intercepting class."""
+    processor.__class__ = intercepting(type(processor))
+
+
+def unpatch_processor(processor: Any) -> None:
+    """Give a carrier back the class it had; nothing happens to one that is not patched."""
+    if is_patched(processor):
+        processor.__class__ = type(processor)._sage_patch_original
 
 
 def is_patched(processor: Any) -> bool:
-    return getattr(type(processor), "_sage_patch_original", None) is not None
+    return hasattr(type(processor), "_sage_patch_original")
+
+
+def _replacements() -> dict[Any, Callable]:
+    """What a patched processor calls instead of what. Where diffusers was never imported, no model is of diffusers."""
+    found: dict[Any, Callable] = {F.scaled_dot_product_attention: _sdpa}
+    dispatcher = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatcher is not None:
+        found[dispatcher.dispatch_attention_fn] = _dispatcher(dispatcher.dispatch_attention_fn)
+    return found
 
 
 @functools.cache
-def intercepting(cls: type) -> type:
-    """The subclass of a processor class that lets a tagged module's attention pass through sage_patch."""
-    original_call = cls.__call__
+def _methods(cls: type) -> dict[str, Any]:
+    return rebound_methods(cls, _replacements())
 
-    # diffusers filters keyword arguments by the signature of the call, and reads class names.
-    @functools.wraps(original_call)
-    def call(self: Any, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tag = attn.__dict__.get(TAG)
-        if tag is None:
-            return original_call(self, attn, *args, **kwargs)
-        with _Intercept(tag):
-            return original_call(self, attn, *args, **kwargs)
+
+def _reached(cls: type) -> bool:
+    """Whether a class calls attention in a way that can be replaced; a patched class does."""
+    return hasattr(cls, "_sage_patch_original") or bool(_methods(cls))
+
+
+def intercepting(cls: type) -> type:
+    """The subclass of a processor class, or of a module class, whose attention passes through sage_patch."""
+    return cls if hasattr(cls, "_sage_patch_original") else _intercepting(cls)
+
+
+@functools.cache
+def _intercepting(cls: type) -> type:
+    methods = _methods(cls)
+    is_processor = _is_processor_class(cls)
+    entry = "__call__" if is_processor else "forward"
+    inner = methods.get(entry, getattr(cls, entry))
+
+    # diffusers filters keyword arguments by the signature of the call.
+    @functools.wraps(inner)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site = args[0] if is_processor else self
+        outer, tag = _RUNNING.tag, site.__dict__.get(TAG)
+        if tag is not None and tag.refusal:
+            raise UnsupportedCall(tag.refusal)
+        _RUNNING.tag = tag
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            _RUNNING.tag = outer
 
     def reduce(self: Any, protocol: int) -> Any:
         return _rebuild, (cls, self.__dict__)
 
-    body = {"__call__": call, "__reduce_ex__": reduce, "_sage_patch_original": cls, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    body = {
+        **methods,
+        entry: call,
+        "__reduce_ex__": reduce,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_sage_patch_original": cls,
+    }
+    return _alias_type(type(cls))(cls.__name__, (cls,), body)
+
+
+@functools.cache
+def _alias_type(metaclass: type) -> type:
+    """The type of intercepting classes: each equals the class it stands for, so that the tuples and registries in which
+    diffusers looks processor classes up (for PAG, layer skipping, its defaults) still find it."""
+
+    def equal(self: Any, other: Any) -> bool:
+        return other is self or other is self._sage_patch_original
+
+    return type("Alias", (metaclass,), {"__eq__": equal, "__hash__": lambda self: hash(self._sage_patch_original)})
 
 
 def _rebuild(cls: type, state: dict[str, Any]) -> Any:
     """A copied or unpickled processor is an intercepting one again."""
-    processor: Any = object.__new__(intercepting(cls))  # type: ignore[arg-type]
+    processor: Any = object.__new__(intercepting(cls))
     processor.__dict__.update(state)
     return processor
 
 
-class _Intercept(TorchFunctionMode):
-    """While one processor runs: scaled_dot_product_attention goes through the tag's recipe, all else is untouched."""
+def _dispatcher(original: Callable) -> Callable:
+    """What runs in place of diffusers' dispatch_attention_fn; tensors [B, tokens, H, D], also the output."""
 
-    def __init__(self, tag: SiteTag):
-        super().__init__()
-        self.tag = tag
+    @functools.wraps(original)
+    def dispatch(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        backend: Any = None,
+        parallel_config: Any = None,
+    ) -> Tensor:
+        tag = _RUNNING.tag
+        reason = ""
+        if parallel_config is not None:
+            reason = "context_parallel"
+        elif attention_kwargs:
+            reason = f"argument_{next(iter(attention_kwargs))}"
+        elif attn_mask is not None and not isinstance(attn_mask, Tensor):
+            reason = "mask_block"
+        if tag is None or reason:
+            _leave(tag, reason)
+            return original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
+                backend=backend, parallel_config=parallel_config,
+            )  # fmt: skip
+        if attn_mask is not None and tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None, :]  # the dispatcher's own reading of a mask [B, kv_len]
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return _sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).transpose(1, 2)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _sdpa(self.tag, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    return dispatch
+
+
+def _leave(tag: SiteTag | None, reason: str) -> None:
+    """Count a call that goes to its original function; raises UnsupportedCall where the policy forbids that."""
+    if tag is None:
+        return
+    site = tag.group if torch.compiler.is_compiling() else tag.key
+    if tag.on_unsupported == "error" and not tag.recipe.is_exact:
+        raise UnsupportedCall(
+            f"recipe {tag.recipe.name!r} cannot run this call at {site.partition('/')[2]}: {reason}; "
+            'use on_unsupported "exact", or the recipe "exact" here'
+        )
+    tick(reason, site)
 
 
 def _sdpa(
-    tag: SiteTag,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -106,6 +266,13 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """SDPA's signature and meaning, causal aligned to the first key; tensors [B, H, tokens, D]."""
+    tag = _RUNNING.tag
+    reason = "rank" if query.dim() != 4 else "function_mode" if _is_watched() else ""
+    if tag is None or reason:
+        _leave(tag, reason)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     query, key, value = unify(query, key, value)
     mask = attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask is not None else None
     options = Options(
@@ -122,6 +289,14 @@ def _sdpa(
     return attend(query, key, value, options, call, recipe, reason, site)[0]
 
 
+def _is_watched() -> bool:
+    """Whether a function mode of diffusers waits for this very call to change its result, as skip_attention_scores
+    does. It would not see ours."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode).__module__.startswith("diffusers.") for mode in _get_current_function_mode_stack())
+
+
 def _describe(full_name: str, name: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionSite:
     stack, index, depth = place_of(name, modules)
     heads = getattr(module, "heads", None)
@@ -130,18 +305,27 @@ def _describe(full_name: str, name: str, module: nn.Module, modules: dict[str, n
     head_dim = inner // heads if isinstance(inner, int) and heads else None
     kv_dim = getattr(module, "inner_kv_dim", None)
     kv_heads = kv_dim // head_dim if isinstance(kv_dim, int) and head_dim else heads
-    last = name.rsplit(".", 1)[-1]
-    cross = bool(getattr(module, "is_cross_attention", False)) or getattr(module, "cross_attention_dim_head", None)
-    if last == "attn2" and stack:
-        cross = cross or not getattr(module, "is_self_attention", False)
-    joint = getattr(module, "added_kv_proj_dim", None) is not None and last != "attn2"
     return AttentionSite(
         name=full_name,
         stack=full_name[: len(full_name) - len(name)] + stack if stack else "",
         index=index,
         depth=depth,
-        role="joint" if joint else "cross" if cross else "self",
+        role=_role(name.rsplit(".", 1)[-1], module),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
     )
+
+
+def _role(last: str, module: nn.Module) -> Role:
+    """By the last part of the module's name where it says so, then by what the module says of itself."""
+    if "self" in last:
+        return "self"
+    if "cross" in last or "_to_" in last:  # audio_to_video_attn
+        return "cross"
+    second = last.endswith("attn2")
+    extra_keys = (getattr(module, name, None) for name in ("added_kv_proj_dim", "add_k_proj"))
+    if not second and any(keys is not None for keys in extra_keys):
+        return "joint"
+    said = getattr(module, "is_cross_attention", None)
+    return "cross" if (second if said is None else said) else "self"

@@ -19,6 +19,10 @@ from sage_patch.recipes import Limits, Recipe
 TAG = "_sage_patch"  # attribute of a patched site module
 FLAG_PREFIX = "flag/"  # counter keys of calls that come from attn_implementation="sage2" without apply()
 COPY_PREFIX = "copy/"  # counter keys of deep copies of a patched model
+_COPY_REFUSAL = (
+    "the recipe of {!r} depends on the denoising step, which a copy of a patched model is not told; "
+    "copy the model before apply(), then apply to the copy"
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class SiteTag:
 
     key: counter key of this site; group: counter key of its whole model, used inside compiled graphs, where a
     string per layer would make every layer a graph of its own. original: the implementation before apply().
-    style: what the masks of this module's model look like, and so what no mask means.
+    style: what the masks of this module's model look like, and so what no mask means. refusal: why the site cannot run
+    now, "" if it can. by_step: the recipe holds for the denoising step that is running only.
     """
 
     key: str
@@ -38,12 +43,16 @@ class SiteTag:
     original: str
     style: MaskStyle
     exact_reason: str = "policy"
+    refusal: str = ""
+    by_step: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or unpickled model keeps its plan and counts apart from the original: it has no handle."""
+        """A copied or unpickled model keeps its plan and counts apart from the original: it has no handle, and so
+        nobody who tells it the denoising step."""
         site = self.key.partition("/")[2]
+        refusal = _COPY_REFUSAL.format(site) if self.by_step else self.refusal
         rest = (self.recipe, self.on_unsupported, self.limits, self.original, self.style, self.exact_reason)
-        return SiteTag, (COPY_PREFIX + site, COPY_PREFIX + "*", *rest)
+        return SiteTag, (COPY_PREFIX + site, COPY_PREFIX + "*", *rest, refusal, self.by_step)
 
 
 def find_sites(model: nn.Module) -> list[tuple[AttentionSite, nn.Module]]:

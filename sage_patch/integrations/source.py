@@ -1,7 +1,8 @@
-"""What the source of a transformers modeling file says: does it use the attention registry, and which masks it needs.
+"""What the source of a model or pipeline says: does it use transformers' attention registry, which masks does it need,
+whose scheduler does it step.
 
-transformers has no flag for either question and answers the first one for itself by reading source too. Kept apart
-from sites.py, which looks at live modules.
+The libraries have no flag for these questions, and transformers answers the first for itself by reading source too.
+Kept apart from sites.py, which looks at live modules.
 """
 
 from __future__ import annotations
@@ -74,6 +75,12 @@ def builds_causal_masks_by_name(modeling_file: str) -> bool:
     """Whether the file asks transformers for its causal masks; only such a mask may be left out for being plain."""
     source = _module_source(modeling_file)
     return not source or re.search(r"create_(causal|sliding_window_causal|chunked_causal)_mask\b", source) is not None
+
+
+def runs_on_scheduler_copies(pipeline_type: type) -> bool:
+    """Whether a pipeline steps only deep copies of its scheduler, never the scheduler itself."""
+    source = "".join(_source(base) for base in pipeline_type.__mro__)
+    return "deepcopy(self.scheduler)" in source and "self.scheduler.step(" not in source
 
 
 def style_for(modeling_file: str, always_causal: bool) -> MaskStyle:
