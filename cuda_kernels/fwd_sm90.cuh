@@ -328,6 +328,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
           if (p.mask.data) {
             const uint32_t entry = uniform(load_shared_int(s0 + L::at_entry + 4 * (turn & (L::stages - 1))));
             kind = entry >> (24 + 2 * w) & 3;
+            __syncwarp();                                      // the last one has been read
             store_shared(limits + 40, entry & kTileOfEntry);   // so that no register keeps it
             __syncwarp();
           }

@@ -7,6 +7,9 @@
 namespace sage2 {
 
 constexpr float kLog2e = 1.4426950408889634f;
+// An added mask counts no less than this: a row whose keys all carry the lowest number of their type attends evenly, as it
+// does elsewhere, and is not one without keys (kNoKeys).
+constexpr float kLowest = -6e28f;
 
 // cap * tanh(x / cap) in log2 units, as cap - 2 cap / (1 + 2^(k x)): absolute error near 1e-6 cap at every x.
 struct Softcap {
@@ -58,7 +61,7 @@ SAGE2_DEV void logits(int (&S)[64], float g0, float g1, float d0, float d1, cons
   else change([](float s, float g, float) { return s * g; });
   auto add = [&](int &s, float value) {        // a hidden key stays hidden, whatever the mask says there
     const float x = __int_as_float(s);
-    s = x == -INFINITY ? s : __float_as_int(fmaf(value, kLog2e, x));
+    s = x == -INFINITY ? s : __float_as_int(fmaf(max_keep_nan(value, kLowest), kLog2e, x));
   };
   if (bias.kind <= kBool) return;
   if (bias.pairs && bias.last >= kTileTokens - 1) {

@@ -4,7 +4,8 @@
  * changed. Calls may be captured into a CUDA graph; replays read the tensors' values at replay time. Same inputs, same bits.
  *
  * Attention: out = softmax(scale * q k^T + mask) v, with K, V and Q quantized on the way.
- * A row that sees no key is 0, its log-sum-exp -inf. K of a key that no row sees may hold anything.
+ * A row that sees no key is 0, its log-sum-exp -inf. Keys that lengths, padding or a mask tensor hide from every row may hold
+ * anything; keys that only causal limits or windows hide count for the scale of their tile.
  *   recipe fp8:  INT8 q k^T, E4M3 p v      recipe fp16: INT8 q k^T, FP16 p v, FP32 sums
  * Non-finite inputs: a NaN or Inf in q makes its row NaN; in k, every row of the tiles that see it; a NaN in v,
  * its channel in those tiles; an Inf in v, its channel of that head.

@@ -70,12 +70,13 @@ template<Scores KIND> SAGE2_DEV float probability(int s, float g, float m) {
 // S -> probabilities. none0, none1: the rows see nothing of this tile.
 template<Scores KIND> SAGE2_DEV void probabilities(int (&S)[64], float g0, float g1, float m0, float m1, bool none0, bool none1) {
   if (KIND == kManyHidden) {
-    // A hidden score vanishes by itself, as 2^(-2^31 g - m): m is at least -2^21 g - 9 where the row sees a key of the
-    // tile, and is not used where it sees none. Only where g is tiny must hidden scores be looked for.
-    constexpr float kTinyStep = 1e-6f;
-    if (__any_sync(~0u, g0 < kTinyStep || g1 < kTinyStep)) return probabilities<kSomeHidden>(S, g0, g1, m0, m1, none0, none1);
+    // A hidden score vanishes by itself, as 2^(-2^31 g - m). Not so where g is tiny, or m that of far larger scores
+    // (other keys have other scales), or either is NaN: there hidden scores are looked for.
+    constexpr float kVanished = -150.f, kHiddenScore = -2147483648.f;
     if (none0) m0 = 0.f;
     if (none1) m1 = 0.f;
+    const bool vanish = fmaf(kHiddenScore, g0, -m0) < kVanished && fmaf(kHiddenScore, g1, -m1) < kVanished;
+    if (!__all_sync(~0u, vanish)) return probabilities<kSomeHidden>(S, g0, g1, m0, m1, none0, none1);
   }
   #pragma unroll
   for (int i = 0; i < 64; i++)               // the place of a direct E4M3 exponent, once it earns its place

@@ -29,8 +29,12 @@ import torch  # noqa: E402
 
 from sage_patch.kernels import build, library  # noqa: E402
 from sage_patch.reference.sm90_prepare import padded_dim  # noqa: E402
+from sage_patch.reference.tile_image import TILE_TOKENS  # noqa: E402
 
 START = time.monotonic()
+MOST_BYTES = 1 << 20
+# The units that hold attention kernels, each with its own function that sets where they write.
+SETTERS = {u: f"sage2_set_dump_{Path(u).stem}" for u in build.UNITS if u.startswith("fwd_")}
 QUIET = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
@@ -47,12 +51,11 @@ def build_dump(folder: Path) -> ctypes.CDLL:
         raise SystemExit("no nvcc was found")
     target = f"-gencode={build.ARCHITECTURES['90']}"
     sources = build.source_dir()
-    started = [
-        subprocess.Popen(
-            [nvcc, "-c", target, *build.FLAGS, "-DSAGE2_DUMP", sources / u, "-o", folder / f"{u}.o"], **QUIET
-        )
-        for u in build.UNITS
-    ]
+    started = []
+    for u in build.UNITS:
+        hooks = [f"-DSAGE2_DUMP={SETTERS[u]}"] if u in SETTERS else []
+        command = [nvcc, "-c", target, *build.FLAGS, *hooks, sources / u, "-o", folder / f"{u}.o"]
+        started.append(subprocess.Popen(command, **QUIET))
     for process in started:
         output, _ = process.communicate()
         if process.returncode:
@@ -62,41 +65,31 @@ def build_dump(folder: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(folder / "dump.so"))
     lib.sage2_last_error.restype = ctypes.c_char_p
     lib.sage2_prepare_and_forward.argtypes = [ctypes.c_char_p]
-    lib.sage2_set_dump.argtypes = [ctypes.POINTER(Dump)]
+    for name in SETTERS.values():
+        getattr(lib, name).argtypes = [ctypes.POINTER(Dump)]
     return lib
 
 
 def run_case(lib: ctypes.CDLL, case: golden.Case, recipe: str) -> dict[str, torch.Tensor]:
     """All stages of one call on the GPU, on the CPU: scores, p, m, t, out, lse."""
-    q, k, v = (x.cuda() for x in golden.inputs(case))
-    lens = None if case.kv_lens is None else torch.tensor(case.kv_lens, dtype=torch.int32, device="cuda")
-    tiles, dim = (case.kv_len + 127) // 128, padded_dim(case.head_dim)
+    tensors, options = golden.on_gpu(case)
+    n, dim = case.tiles * TILE_TOKENS, padded_dim(case.head_dim)
     fp16 = recipe == "qk_int8_pv_fp16"
     rows = (case.batch, case.heads, case.q_len)
     stages = {
-        "scores": torch.zeros(*rows, tiles * 128, dtype=torch.int32, device="cuda"),
-        "p": torch.zeros(*rows, tiles * 128, dtype=torch.float16 if fp16 else torch.uint8, device="cuda"),
-        "m": torch.zeros(*rows, tiles, device="cuda"),
-        "t": torch.zeros(*rows, tiles, dim + 1, device="cuda"),
+        "scores": torch.zeros(*rows, n, dtype=torch.int32, device="cuda"),
+        "p": torch.zeros(*rows, n, dtype=torch.float16 if fp16 else torch.uint8, device="cuda"),
+        "m": torch.zeros(*rows, case.tiles, device="cuda"),
+        "t": torch.zeros(*rows, case.tiles, dim + 1, device="cuda"),
     }
-
-    def call() -> library.Call:
-        return library.make_call(
-            q,
-            k,
-            v,
-            scale=case.head_dim**-0.5,
-            is_causal=case.is_causal,
-            causal_top_left=case.top_left,
-            kv_lens=lens,
-            recipe=recipe,
-            return_lse=True,
-        )
-
-    product, debug = call(), call()
+    product = library.make_call(*tensors, recipe=recipe, **options)
+    debug = library.make_call(*tensors, recipe=recipe, **options)
     product.run()
     torch.cuda.synchronize()
-    code = lib.sage2_set_dump(Dump(*(x.data_ptr() for x in stages.values())))
+    to = Dump(*(x.data_ptr() for x in stages.values()))
+    code = 0
+    for name in SETTERS.values():
+        code = code or getattr(lib, name)(to)
     code = code or lib.sage2_prepare_and_forward(debug.args)
     if code:
         raise SystemExit(f"code {code}: {lib.sage2_last_error().decode()}")
@@ -116,7 +109,7 @@ def environment() -> dict[str, object]:
         "card": smi.stdout.strip().splitlines()[0] if smi.stdout.strip() else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "nvcc": None if nvcc is None else build.nvcc_version(nvcc),
-        "inputs": {case.name: golden.fingerprint(golden.inputs(case)) for case in golden.CASES},
+        "inputs": {case.name: golden.fingerprint(case) for case in golden.CASES},
     }
 
 
@@ -131,19 +124,17 @@ def main() -> None:
         print(f"both libraries ready after {time.monotonic() - START:.1f} s", flush=True)
         for case in golden.CASES:
             for recipe in golden.RECIPES:
-                got = run_case(lib, case, recipe)
-                scores = got.pop("scores")[:, :, case.rows].numpy()
+                got = golden.to_store(case, recipe, run_case(lib, case, recipe))
+                scores = got[f"{case.name}.scores"]
                 if not np.array_equal(saved.setdefault(f"{case.name}.scores", scores), scores):
                     raise SystemExit(f"{case.name}: the two recipes disagree about the scores")
-                for name, x in got.items():
-                    x = x if name in ("out", "lse") else x[:, :, case.rows]
-                    saved[f"{case.name}.{recipe}.{name}"] = (x.view(torch.int16) if name == "out" else x).numpy()
+                saved |= got
                 np.savez_compressed(args.out, **saved)  # what is there survives a case that fails
                 print(case.name, recipe, asdict(golden.compare(case, recipe, saved)), flush=True)
     size = Path(args.out).stat().st_size
     print(f"{size} bytes after {time.monotonic() - START:.1f} s")
-    if size > 1 << 20:
-        raise SystemExit("more than 1 MB: keep fewer rows")
+    if size > MOST_BYTES:
+        raise SystemExit(f"more than {MOST_BYTES} bytes: keep fewer rows")
 
 
 if __name__ == "__main__":

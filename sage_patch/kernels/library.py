@@ -39,7 +39,7 @@ class UnsupportedCall(KernelError):
 
 
 class Extras(NamedTuple):
-    """What the dense kernel does not know; the general one takes over. Tensors are on the device of the call.
+    """What the dense kernels do not know; other families take over. Tensors are on the device of the call.
 
     attn_mask: bool (False hides) or float (added), broadcastable to [batch, heads, q_len, kv_len].
     key_padding: bool [batch or 1, kv_len], False: there is no such key. kv_starts: int32 [batch], beside kv_lens: item

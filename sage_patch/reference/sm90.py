@@ -1,12 +1,18 @@
-"""The Hopper attention kernel on the CPU, stage by stage: every number that it forms between its inputs and its output.
+"""The Hopper attention kernels on the CPU, stage by stage: every number that they form between inputs and output.
 
-For tests: small shapes, no speed. Sources: cuda_kernels/fwd_sm90.cu (order of work), softmax.cuh (exponents), mask.cuh.
+For tests: small shapes, no speed. Sources: cuda_kernels/fwd_sm90.cuh (order of work), softmax.cuh (exponents, sinks).
+What rows see is in sm90_visible.py, softcap and additive masks are in sm90_logits.py.
 Bit for bit: images, scales, int32 scores, reference exponents m, and everything that follows from given P and T.
 Within a band: 2^x, which the hardware approximates to EX2_ULPS; a P whose band straddles a rounding boundary may be one
-code off, and `p_low` and `p_high` say which. The tensor core's sums follow accumulator.py. 1 / l and log2 l are
-correctly rounded here and may be some units of the last place off there.
+code off, and `p_low` and `p_high` say which. Softcap widens the band and gives m one as well: Logits.error. The tensor
+core's sums follow accumulator.py. 1 / l, log2 l and a sink's weight are correctly rounded here and may be some units of
+the last place off there.
 
-Shapes: keys are padded to whole tiles, n = 128 * tiles; dim is the padded head dimension.
+Which tiles a row's warpgroup skips changes no number: a tile that a row does not see leaves m as it is, its factor is
+2^0 = 1 and it adds zeros. (A NaN in V is the exception: it reaches the rows that walk its tile.)
+
+Shapes: keys are padded to whole tiles, n = 128 * tiles; dim is the padded head dimension. Keys are counted among those
+that exist for an item (sm90_visible.present).
 """
 
 from __future__ import annotations
@@ -20,15 +26,16 @@ from torch import Tensor
 from sage_patch.reference import tile_image as ti
 from sage_patch.reference.accumulator import FP16, product
 from sage_patch.reference.float32 import e4m3_code, e4m3_value, exp2, exp2_band, fma, to_half
+from sage_patch.reference.sm90_logits import HIDDEN, LOG2E, Logits, logits
 from sage_patch.reference.sm90_prepare import Prepared, Queries, padded_dim, prepare, quantize_queries
+from sage_patch.reference.sm90_visible import pattern, present
 
 FP8_OFFSET = 8.807  # log2(448): the largest P of a row becomes E4M3's largest number
 FP16_OFFSET = 9.0
 FP16_SLACK = 4.0  # FP16: m stays until a maximum outgrows it by this
 NO_KEYS = -1e30  # m of a row that has seen no key
 MAX_STEP = 16.0  # bound of one integer step in log2 units
-GROUP_ROWS = 64  # query rows of a consumer warpgroup, which walk the same tiles
-HIDDEN = -(2**31)  # a score that a row does not see
+SINK_ROOM = 60.0  # log2: m moves up if a sink exceeds it by more
 
 
 @dataclass
@@ -37,9 +44,11 @@ class Stages:
 
     images: Prepared
     queries: Queries
-    walked: Tensor  # bool [batch, q_len, tiles]: the row's warpgroup walks the tile, from the last to the first
-    visible: Tensor  # bool [batch, q_len, n]: the row sees the key
+    walked: Tensor  # bool [batch, heads or 1, q_len, tiles]: the row's warpgroup walks the tile, from the last on
+    visible: Tensor  # bool [batch, heads or 1, q_len, n]: the row sees the key
     scores: Tensor  # int32 [batch, heads, q_len, n]
+    steps: Tensor  # float32 [batch, heads, q_len, n]: log2 units of one integer
+    logits: Logits | None  # where softcap or an additive mask takes the place of scores * steps
     m: Tensor  # float32 [batch, heads, q_len, tiles]: reference exponent after each tile, P = 2^(x - m)
     p: Tensor  # uint8 E4M3 codes or float16 [batch, heads, q_len, n]
     p_low: Tensor  # the same from the lower end of the exponential's band
@@ -61,30 +70,46 @@ def emulate(
     top_left: bool = False,
     kv_lens: Sequence[int] | None = None,
     smooth_v: bool = True,
+    attn_mask: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    kv_starts: Sequence[int] | None = None,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Stages:
     """query [batch, heads, q_len, head_dim], key and value [batch, kv_heads, kv_len, head_dim], float16 or bfloat16,
-    head_dim <= 128; recipe "qk_int8_pv_fp8" or "qk_int8_pv_fp16"; the other arguments as library.forward's."""
+    head_dim <= 128; recipe "qk_int8_pv_fp8" or "qk_int8_pv_fp16"; the other arguments as library.forward's and Extras'
+    (attn_mask has four dimensions). Sequences laid end to end: `sequences`."""
     query, key, value = query.cpu(), key.cpu(), value.cpu()
     batch, heads, q_len, d = query.shape
     kv_heads, kv_len = key.shape[1:3]
     dim, fp16 = padded_dim(d), recipe == "qk_int8_pv_fp16"
-    keys = torch.tensor([kv_len] * batch if kv_lens is None else [min(max(n, 0), kv_len) for n in kv_lens])
-    images = prepare(key, value, keys.tolist(), dim, fp16, smooth_v)
+    key, value, keys = present(key, value, kv_lens, kv_starts, key_padding)
+    seen = pattern(
+        q_len, kv_len, keys, is_causal=is_causal, top_left=top_left, kv_starts=kv_starts,
+        left=left, right=right, attn_mask=attn_mask,
+    )  # fmt: skip
+    images = prepare(key, value, keys.tolist(), dim, fp16, smooth_v, seen.seen)
     queries = quantize_queries(query, images.k_mean.view(batch, kv_heads, dim), scale)
-    walked, visible = _pattern(q_len, kv_len, keys, is_causal, top_left)
-    tiles = walked.shape[-1]
+    tiles = seen.walked.shape[-1]
 
     def per_head(x: Tensor) -> Tensor:  # [batch * kv_heads, ...] -> [batch, heads, ...]
         return x.view(batch, kv_heads, *x.shape[1:]).repeat_interleave(heads // kv_heads, dim=1)
 
     k = per_head(images.k).flatten(2, 3)
     scores = torch.matmul(queries.q.double(), k.double().transpose(-1, -2)).to(torch.int32)
-    scores = torch.where(visible[:, None] & walked.repeat_interleave(ti.TILE_TOKENS, -1)[:, None], scores, HIDDEN)
-    k_scale = per_head(images.k_scale)[..., ti.k_group(torch.arange(ti.TILE_TOKENS))]  # [batch, heads, tiles, 128]
+    scores = torch.where(seen.visible, scores, HIDDEN)
+    steps = steps_of(per_head(images.k_scale), queries.scale)
+    changed = logits(scores, steps, queries.dot, softcap, seen.bias, seen.biased)
     v = per_head(images.v)  # [batch, heads, tiles, 128, dim]
 
-    m, factors, exponents = exponents_of(scores, k_scale, queries.scale, fp16)
-    p, p_low, p_high = (_probabilities(x, scores, fp16) for x in (exp2(exponents), *exp2_band(exponents)))
+    m = reference_exponents(scores, steps, changed, fp16)
+    factors = factors_of(m)
+    exponents, low, high = exponents_of(scores, steps, changed, m)
+    p, p_low, p_high = (
+        probabilities(x, scores, fp16) for x in (exp2(exponents), exp2_band(low)[0], exp2_band(high)[1])
+    )
     if fp16:
         unrounded = torch.where(scores == HIDDEN, 0.0, exp2(exponents))
         t = accumulate_fp16(p, unrounded, v, factors)
@@ -92,63 +117,83 @@ def emulate(
     else:
         t = partial_sums_fp8(p, v)
         total = fold_fp8(t, factors)
-    t = torch.where(walked[:, None, :, :, None], t, 0.0)
-    out, lse = finish(total, m, per_head(images.v_scale), per_head(images.v_mean), queries.dot)
+    t = torch.where(seen.walked[..., None], t, 0.0)
+    vectors = (per_head(images.v_scale), per_head(images.v_mean))
+    out, lse = finish(total, m, *vectors, queries.dot, sinks, softcap)
     out = out[..., :d]
-    return Stages(images, queries, walked, visible, scores, m, p, p_low, p_high, t, out, to_half(out, query.dtype), lse)
+    return Stages(
+        images, queries, seen.walked, seen.visible, scores, steps, changed, m, p, p_low, p_high, t,
+        out, to_half(out, query.dtype), lse,
+    )  # fmt: skip
 
 
-def _pattern(q_len: int, kv_len: int, keys: Tensor, is_causal: bool, top_left: bool) -> tuple[Tensor, Tensor]:
-    """(walked [batch, q_len, tiles], visible [batch, q_len, n]) as mask.cuh's visible_keys and tile_span say."""
-    tiles = (kv_len + ti.TILE_TOKENS - 1) // ti.TILE_TOKENS
-    rows = torch.arange(q_len)
-    offset = torch.zeros_like(keys) if top_left else keys - q_len
-
-    def limit(row: Tensor) -> Tensor:
-        seen = keys[:, None].expand(-1, q_len)
-        return torch.minimum(seen, row + offset[:, None] + 1) if is_causal else seen
-
-    last = (rows // GROUP_ROWS * GROUP_ROWS + GROUP_ROWS - 1).clamp_max(q_len - 1)
-    # a group of rows walks the tiles that its last row, the one that sees most, sees in part
-    walked = torch.arange(tiles) * ti.TILE_TOKENS < limit(last)[..., None]
-    return walked, torch.arange(tiles * ti.TILE_TOKENS) < limit(rows)[..., None]
+def sequences(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Sequences laid end to end in tensors of batch 1, one by one: the kernel forms the same numbers for each as for a
+    call on it alone."""
+    parts = []
+    for q0, q1, k0, k1 in zip(cu_seqlens_q, cu_seqlens_q[1:], cu_seqlens_k, cu_seqlens_k[1:], strict=False):
+        parts.append((query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1]))
+    return parts
 
 
-def exponents_of(scores: Tensor, k_scale: Tensor, q_scale: Tensor, fp16: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(m [.., tiles], a [.., tiles], x - m [.., n]), .. = batch, heads, q_len: softmax_fp8 and softmax_fp16 up to the
-    exponential.
+def steps_of(k_scale: Tensor, q_scale: Tensor) -> Tensor:
+    """k_scale [batch, heads, tiles, 4], q_scale [batch, heads, q_len] -> log2 units of one integer, [.., q_len, n]."""
+    of_key = k_scale[..., ti.k_group(torch.arange(ti.TILE_TOKENS))].flatten(2)
+    steps = of_key[:, :, None] * q_scale[..., None]
+    return torch.where(steps > MAX_STEP, MAX_STEP, steps)  # a NaN stays
 
-    m after each tile, a = 2^(m before - m after): what the sums so far are multiplied by. k_scale [batch, heads, tiles,
-    128], q_scale [batch, heads, q_len]. A thread takes its maximum over its own columns, all of one scale.
-    """
-    tiles = k_scale.shape[2]
+
+def reference_exponents(scores: Tensor, steps: Tensor, changed: Logits | None, fp16: bool) -> Tensor:
+    """m after each tile, float32 [batch, heads, q_len, tiles]; scores, steps [batch, heads, q_len, n]: tile_maximum,
+    softmax_fp8 and softmax_fp16. A thread takes its maximum over its own columns, all of one scale."""
+    rows, tiles = scores.shape[:3], scores.shape[-1] // ti.TILE_TOKENS
     offset = torch.tensor(FP16_OFFSET if fp16 else FP8_OFFSET)
-    m = torch.full((*q_scale.shape, tiles), NO_KEYS)
-    factors = torch.ones(*q_scale.shape, tiles)
-    exponents = torch.zeros(scores.shape)
-    current = torch.full(q_scale.shape, NO_KEYS)
+    m = torch.full((*rows, tiles), NO_KEYS)
+    current = torch.full(rows, NO_KEYS)
     group = ti.k_group(torch.arange(ti.TILE_TOKENS))
     for tile in reversed(range(tiles)):
         part = slice(tile * ti.TILE_TOKENS, (tile + 1) * ti.TILE_TOKENS)
-        s = scores[..., part]
-        step = k_scale[:, :, tile, None] * q_scale[..., None]
-        step = torch.where(step > MAX_STEP, MAX_STEP, step)  # a NaN stays
-        top = torch.full(q_scale.shape, NO_KEYS)
+        s, step = scores[..., part], steps[..., part]
+        top = torch.full(rows, NO_KEYS)
         for c in range(ti.SCALE_GROUPS):
             largest = s[..., group == c].amax(-1)
             f = fma(largest.float(), step[..., group == c][..., 0], -offset)
             top = torch.fmax(top, torch.where(largest == HIDDEN, NO_KEYS, f))  # fmaxf drops a NaN
+        if changed is not None:
+            x = changed.x[..., part]
+            floats = torch.where(x.isnan(), -torch.inf, x).amax(-1) - offset
+            top = torch.where(changed.used[..., tile], floats, top)
         if fp16:
             new = torch.where(top > current + FP16_SLACK, top, current)
         else:
             new = torch.fmax(top, current)
-        factors[..., tile] = exp2(current - new)
         m[..., tile] = current = new
-        exponents[..., part] = fma(s.float(), step, -new[..., None])
-    return m, factors, exponents
+    return m
 
 
-def _probabilities(p: Tensor, scores: Tensor, fp16: bool) -> Tensor:
+def factors_of(m: Tensor) -> Tensor:
+    """2^(m before - m after) of each tile: what the sums so far are multiplied by. [batch, heads, q_len, tiles]."""
+    before = torch.cat([m[..., 1:], torch.full_like(m[..., :1], NO_KEYS)], dim=-1)
+    return exp2(before - m)
+
+
+def exponents_of(scores: Tensor, steps: Tensor, changed: Logits | None, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x - m [batch, heads, q_len, n], and the least and the greatest that the hardware may form."""
+    reference = m.repeat_interleave(ti.TILE_TOKENS, -1)
+    exponents = fma(scores.float(), steps, -reference)
+    if changed is None:
+        return exponents, exponents, exponents
+    used = changed.used.repeat_interleave(ti.TILE_TOKENS, -1)
+    middle, low, high = (
+        torch.where(used, x - reference, exponents)
+        for x in (changed.x, changed.x - changed.error, changed.x + changed.error)
+    )
+    return middle, low, high
+
+
+def probabilities(p: Tensor, scores: Tensor, fp16: bool) -> Tensor:
     """float32 2^(x - m) -> the operand of the second product, hidden keys zero."""
     p = torch.where(scores == HIDDEN, 0.0, p)
     return to_half(p, torch.float16) if fp16 else e4m3_code(p)
@@ -201,15 +246,37 @@ def accumulate_fp16(p: Tensor, unrounded: Tensor, v: Tensor, factors: Tensor) ->
     return out
 
 
-def finish(total: Tensor, m: Tensor, v_scale: Tensor, v_mean: Tensor, dot: Tensor) -> tuple[Tensor, Tensor]:
+def finish(
+    total: Tensor,
+    m: Tensor,
+    v_scale: Tensor,
+    v_mean: Tensor,
+    dot: Tensor,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """The epilogue: (out float32 [batch, heads, q_len, dim], lse). total [.., dim + 1] is O and l; v_scale, v_mean
-    [batch, heads, dim]; dot: scale * q . k_mean. A row without keys is 0 and -inf."""
-    weight = total[..., -1:]
+    [batch, heads, dim]; dot: scale * q . k_mean; sinks float32 [heads]. A row without keys is 0 and -inf."""
+    weight = total[..., -1]
     none = weight == 0
-    inverse = torch.where(none, 0.0, torch.ones_like(weight) / weight)
-    mean = torch.where(none, 0.0, v_mean[:, :, None])
-    out = fma(total[..., :-1] * inverse, v_scale[:, :, None], mean)
     last = m[..., 0] if m.shape[-1] else torch.full(dot.shape, NO_KEYS)
-    log = torch.log2(weight[..., 0].double()).float()
-    lse = fma(last + log, torch.tensor(0.6931471806), dot)
-    return out, torch.where(none[..., 0], -torch.inf, lse)
+    lacks = torch.zeros_like(dot) if softcap else dot  # what smoothing took from the logits; softcap has put it back
+    shrink, kept = torch.ones_like(weight), torch.ones_like(weight)
+    if sinks is not None:
+        sink = fma(-lacks, LOG2E, (sinks.cpu().float() * LOG2E)[None, :, None])
+        last, weight, shrink, kept = add_sink(sink, last, weight)
+    inverse = torch.where(none, 0.0, shrink / weight)[..., None]
+    mean = torch.where(none[..., None], 0.0, v_mean[:, :, None] * kept[..., None])
+    out = fma(total[..., :-1] * inverse, v_scale[:, :, None], mean)
+    log = torch.log2(weight.double()).float()
+    lse = fma(last + log, torch.tensor(0.6931471806), lacks)
+    return out, torch.where(none, -torch.inf, lse)
+
+
+def add_sink(sink: Tensor, m: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A key of weight 2^sink without value: (m, l with it, what outputs are multiplied by as well, the keys' share)."""
+    shift = torch.clamp_min(sink - m - SINK_ROOM, 0.0)
+    shrink = exp2(-shift)
+    keys, m = weight * shrink, m + shift
+    weight = keys + exp2(sink - m)
+    return m, weight, shrink, keys / weight

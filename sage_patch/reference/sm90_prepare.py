@@ -75,9 +75,21 @@ def from_workspace(raw: Tensor, heads: int, blocks: int, dim: int, fp16: bool) -
     return Prepared(k_bytes[:, :, ti.k_offsets(dim)].view(torch.int8), k_scale, v, *vectors)
 
 
-def prepare(key: Tensor, value: Tensor, keys: Sequence[int], dim: int, fp16: bool, smooth_v: bool) -> Prepared:
-    """The pre-processing launch. key, value [batch, kv_heads, tokens, head_dim], float16 or bfloat16; keys: the
-    visible length of each item. Blocks that hold no visible token stay zero (the kernel does not write them)."""
+def prepare(
+    key: Tensor,
+    value: Tensor,
+    keys: Sequence[int],
+    dim: int,
+    fp16: bool,
+    smooth_v: bool,
+    seen: Tensor | None = None,
+) -> Prepared:
+    """The pre-processing launch. key, value [batch, kv_heads, tokens, head_dim], float16 or bfloat16; keys: how many
+    each item has, from its first token on. Blocks behind them stay zero (the kernel does not write them).
+
+    seen: bool [batch, tokens], keys that some row sees under a mask. The others may hold anything: they count neither
+    for a mean nor for a scale, and their K is zero; their V is what a value of zero becomes.
+    """
     key, value = key.cpu(), value.cpu()
     batch, heads, length, d = key.shape
     blocks = (length + ti.TILE_TOKENS - 1) // ti.TILE_TOKENS
@@ -92,8 +104,9 @@ def prepare(key: Tensor, value: Tensor, keys: Sequence[int], dim: int, fp16: boo
     )
     for b in range(batch):
         for h in range(heads):
-            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float())
-            _prepare_v(out, b * heads + h, value[b, h, : keys[b]].float(), fp16, smooth_v)
+            some = None if seen is None else seen[b, : keys[b]]
+            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float(), some)
+            _prepare_v(out, b * heads + h, value[b, h, : keys[b]].float(), fp16, smooth_v, some)
     return out
 
 
@@ -105,11 +118,14 @@ def _blocked(x: Tensor, dim: int) -> Tensor:
     return x.view(blocks, ti.TILE_TOKENS, dim)
 
 
-def _prepare_k(out: Prepared, head: int, k: Tensor) -> None:
+def _prepare_k(out: Prepared, head: int, k: Tensor, seen: Tensor | None) -> None:
     tokens, channels = k.shape
-    mean = ti.sampled_mean(k)
+    mean = ti.sampled_mean(k, seen)
     out.k_mean[head, :channels] = mean
-    centred = _blocked(k - mean, out.k.shape[-1])
+    centred = k - mean
+    if seen is not None:
+        centred = torch.where(seen[:, None], centred, 0.0)
+    centred = _blocked(centred, out.k.shape[-1])
     group = ti.k_group(torch.arange(ti.TILE_TOKENS))
     for g in range(ti.SCALE_GROUPS):
         mine = centred[:, group == g]
@@ -119,12 +135,16 @@ def _prepare_k(out: Prepared, head: int, k: Tensor) -> None:
         out.k[head, : len(amax), group == g] = int8_values(mine, inverse[:, None, None])
 
 
-def _prepare_v(out: Prepared, head: int, v: Tensor, fp16: bool, smooth_v: bool) -> None:
+def _prepare_v(out: Prepared, head: int, v: Tensor, fp16: bool, smooth_v: bool, seen: Tensor | None) -> None:
     tokens, channels = v.shape
-    mean = ti.v_mean(v) if smooth_v else torch.zeros(channels)
+    mean = ti.v_mean(v, seen) if smooth_v else torch.zeros(channels)
     # NaN does not count for the range of a channel: it stays where it is. Infinity makes the channel NaN.
-    low = torch.where(v.isnan(), math.inf, v).amin(0) if tokens else torch.zeros(channels)
-    high = torch.where(v.isnan(), -math.inf, v).amax(0) if tokens else torch.zeros(channels)
+    ignored = v.isnan()
+    if seen is not None:
+        ignored = ignored | ~seen[:, None]
+        v = torch.where(seen[:, None], v, 0.0)
+    low = torch.where(ignored, math.inf, v).amin(0) if tokens else torch.zeros(channels)
+    high = torch.where(ignored, -math.inf, v).amax(0) if tokens else torch.zeros(channels)
     amax = torch.where(low <= high, torch.maximum((low - mean).abs(), (high - mean).abs()), 0.0)
     if fp16:  # the leading power of two
         scale = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)

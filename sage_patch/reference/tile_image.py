@@ -68,31 +68,38 @@ def mean_tokens(length: int) -> Tensor:
     return torch.arange(n) * length // max(n, 1)
 
 
-def sampled_mean(x: Tensor) -> Tensor:
+def samples(x: Tensor, seen: Tensor | None = None) -> Tensor:
+    """The sampled tokens of x [..., tokens, channels], float32. Non-finite values become zero, and so do tokens that
+    `seen` (bool [tokens]) leaves out."""
+    tokens = mean_tokens(x.shape[-2]).to(x.device)
+    rows = x[..., tokens, :].float()
+    rows = torch.where(rows.isfinite(), rows, 0.0)
+    return rows if seen is None else torch.where(seen[tokens, None], rows, 0.0)
+
+
+def sampled_mean(x: Tensor, seen: Tensor | None = None) -> Tensor:
     """The kernel's smoothing vector of x [..., tokens, channels], float32 [..., channels], bit for bit: partial sum g
     adds samples g, g + 16, g + 32, g + 48 in that order, the 16 partial sums are added in order, and the total is
-    divided by the number of samples. Non-finite values count as zero. No tokens: zeros."""
-    length = x.shape[-2]
-    rows = x[..., mean_tokens(length).to(x.device), :].float()
-    rows = torch.where(rows.isfinite(), rows, 0.0)
-    count = rows.shape[-2]
+    divided by the number of samples. Non-finite values count as zero. Samples that `seen` (bool [tokens]) leaves out do
+    not count at all. No samples: zeros."""
+    rows = samples(x, seen)
+    count = rows.shape[-2] if seen is None else int(seen[mean_tokens(x.shape[-2]).to(x.device)].sum())
     total = torch.zeros(*x.shape[:-2], x.shape[-1], dtype=torch.float32, device=x.device)
     if count == 0:
         return total
     for g in range(MEAN_GROUPS):
         partial = torch.zeros_like(total)
-        for s in range(g, count, MEAN_GROUPS):
+        for s in range(g, rows.shape[-2], MEAN_GROUPS):
             partial = partial + rows[..., s, :]
         total = total + partial
     return total / count
 
 
-def v_mean(x: Tensor) -> Tensor:
+def v_mean(x: Tensor, seen: Tensor | None = None) -> Tensor:
     """V's smoothing vector: the sampled mean, or zero in channels where it is below an eighth of the largest sample
     (the mean is then mostly sampling noise, and E4M3 is least biased around zero)."""
-    mean = sampled_mean(x)
+    mean = sampled_mean(x, seen)
     if x.shape[-2] == 0:
         return mean
-    rows = x[..., mean_tokens(x.shape[-2]).to(x.device), :].float()
-    top = torch.where(rows.isfinite(), rows, 0.0).abs().amax(-2)
+    top = samples(x, seen).abs().amax(-2)
     return torch.where(mean.abs() * V_SIGNIFICANCE >= top, mean, 0.0)

@@ -1,4 +1,4 @@
-"""What only the general kernel knows, against float64: masks, windows, sinks, softcap, sequences, padding."""
+"""What the dense kernels do not know, against float64: masks, windows, sinks, softcap, sequences, padding."""
 
 from __future__ import annotations
 
@@ -262,3 +262,37 @@ def test_general_calls_under_a_graph() -> None:
     q.copy_(normal(1, 4, 300, 128, seed=9))
     graph.replay()
     assert torch.equal(out, run())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hidden_keys_have_no_weight_beside_far_larger_scores(recipe: str) -> None:
+    """Keys of one tile with scales a thousandfold apart: a row that sees one large negative score sees nothing else."""
+    q, k, v = qkv(1, 1, 1, 64, 128, 64)
+    q[:], k = 32.0, 0.0025 * k
+    k[:, :, 2], k[:, :, 10] = -100.0, 100.0
+    mask = torch.ones(1, 1, 64, 128, dtype=torch.bool, device=DEVICE)
+    mask[..., 0, :] = False
+    mask[..., 0, 2] = True
+    out, _ = forward(q, k, v, scale=0.125, recipe=recipe, extras=Extras(attn_mask=mask))
+    torch.testing.assert_close(out[0, 0, 0].float(), v[0, 0, 2].float(), rtol=0.07, atol=0.02)
+    k[:, :, 77] = math.nan  # whoever sees it is lost; who sees nothing of the tile is not
+    mask[..., 0, :] = False
+    out, lse = forward(q, k, v, scale=0.125, recipe=recipe, return_lse=True, extras=Extras(attn_mask=mask))
+    assert bool((out[0, 0, 0] == 0).all()) and float(lse[0, 0, 0]) == -math.inf
+    assert bool(out[0, 0, 1].isnan().all())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_lowest_numbers_attend_evenly(recipe: str, dtype: torch.dtype) -> None:
+    """A row whose added mask is the lowest number of its type everywhere: the mean of V, as torch has it."""
+    q, k, v = qkv(1, 2, 2, 70, 130, 64)
+    bias = torch.zeros(1, 1, 70, 130, dtype=dtype, device=DEVICE)
+    bias[..., 3, :] = torch.finfo(dtype).min
+    bias[..., 4, 60:] = torch.finfo(dtype).min
+    out, _ = forward(q, k, v, scale=0.125, recipe=recipe, extras=Extras(attn_mask=bias))
+    torch.testing.assert_close(out[:, :, 3].float(), v.float().mean(2), rtol=0.05, atol=0.02)
+    alone, _ = exact(
+        q[:, :, 4:5], k[:, :, :60], v[:, :, :60], 0.125, torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)
+    )
+    torch.testing.assert_close(out[:, :, 4:5].double(), alone, rtol=0.1, atol=0.05)
