@@ -16,8 +16,8 @@ from sage_patch.dispatch import UnsupportedCall
 from sage_patch.integrations.sites import TAG
 from sage_patch.patch import PatchError
 from sage_patch.policy import Policy, PolicyError, Rule, Span
-from tiny import text_model
 from stepping_pipelines import FIRST_TWO, INT8, counts, flux, flux_inputs, own_pipeline, policy, run_flux
+from tiny import text_model
 
 
 def test_calls_outside_a_request_are_refused_where_the_step_matters():
