@@ -42,9 +42,9 @@ Overrides = Annotated[
 def run(
     config: Config,
     set_: Overrides = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for results.json and results.md.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for results.json, results.md and what was drawn.")] = None,
 ) -> None:
-    """Generate and measure with the policy, beside the unpatched model."""
+    """Generate text, pictures or clips with the policy, and measure them beside the unpatched model."""
     with _clean_errors():
         from sage_patch.config import load_run_config
 
@@ -52,15 +52,23 @@ def run(
         folder = Path(output) if output is not None else Path(loaded.output)
         folder.mkdir(parents=True, exist_ok=True)  # before the work, not after it
 
+        from sage_patch.evaluation import media, pictures, text
+        from sage_patch.evaluation.picture_tables import picture_tables
         from sage_patch.evaluation.tables import run_tables, show, write_results
-        from sage_patch.evaluation.text import run_text
 
         console = _console()
+        command = shlex.join(["sage-patch", *sys.argv[1:]])
         with _progress(console) as progress:
-            results = run_text(loaded, shlex.join(["sage-patch", *sys.argv[1:]]), progress)
-        files = write_results(folder, results)
-        show(run_tables(results), console)
-        _say(f"{results['seconds']:.0f} s; wrote {', '.join(map(str, files))}")
+            if loaded.task.kind == "text":
+                results, files = text.run_text(loaded, command, progress), []
+                tables = run_tables(results)
+            else:
+                results, gallery = pictures.run_pictures(loaded, command, progress)
+                tables = picture_tables(results)
+                files = media.write_gallery(folder, gallery)
+        files += write_results(folder, results, tables)  # last: where they are, all is there
+        show(tables, console)
+        _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
         missed = [t for t in results["targets"] if not t["met"]]
         if missed:
             _say(f"{len(missed)} of {len(results['targets'])} targets missed")
@@ -81,14 +89,15 @@ def plan(
 
         loaded = load_run_config(config, [*(set_ or []), *(["model.meta=true"] if meta else [])])
 
-        from sage_patch.evaluation.models import load_text_model
+        from sage_patch.evaluation.models import load_pipeline, load_text_model
         from sage_patch.evaluation.tables import plan_table, show
         from sage_patch.patch import plan as resolve_plan
 
         console = _console()
         with _progress(console) as progress:
             progress("loading the model", 0, 1)
-            model, _ = load_text_model(loaded.model)
+            text = loaded.task.kind == "text"
+            model = load_text_model(loaded.model)[0] if text else load_pipeline(loaded.model)
         show([plan_table(resolve_plan(model, loaded.policy.build()).rows())], console)
 
 
@@ -187,6 +196,13 @@ def env(
 def main() -> None:
     """The console script."""
     app()
+
+
+def _written(files: list[Path]) -> str:
+    """The files' names, or where they are if they are many."""
+    if len(files) <= 4:
+        return ", ".join(map(str, files))
+    return f"{len(files)} files to {files[0].parent}, {files[-1].name} and sheet.png among them"
 
 
 def _print_environment(facts: dict[str, Any]) -> None:

@@ -1,146 +1,29 @@
 """Configuration files: YAML text <-> `RunConfig` and `Policy`. Every configuration error is worded here.
 
-Schema version 1. All errors of a file are found at once, each with its path and line; an unknown key is an
-error that names the nearest known one. Paths in a file are relative to that file; paths given as overrides
-are relative to the current folder.
+All errors of a file are found at once, each with its path and line; an unknown key is an error that names the
+nearest known one. Paths in a file are relative to that file; paths given as overrides are relative to the current
+folder. What the keys are is in `schema.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ValidationError
 
-from sage_patch.policy import OnUnsupported, Policy, Role, Rule, Span
-from sage_patch.recipes import AUTO, nearest, parse_recipe
+from sage_patch.policy import Policy, Rule, Span
+from sage_patch.recipes import nearest
+from sage_patch.schema import SCHEMA_VERSION, TARGETS, TASKS, PolicySpec, RuleSpec, RunConfig, Section
 from sage_patch.yamltext import Document, Problem, read_scalar, read_yaml, write_yaml
-
-SCHEMA_VERSION = 1
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. The message names the file and holds every error, one a line."""
 
 
-def _known_recipe(text: str) -> str:
-    parse_recipe(text)
-    return text
-
-
-RecipeName = Annotated[str, AfterValidator(_known_recipe)]
-SpanField = Annotated[Span, PlainValidator(Span.parse), PlainSerializer(Span.written)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class RuleSpec(_Section):
-    """The YAML form of `policy.Rule`."""
-
-    match: str = "*"
-    layers: SpanField | None = None
-    role: Role | None = None
-    steps: SpanField | None = None
-    recipe: RecipeName | None = None
-    on_unsupported: OnUnsupported | None = None
-    reason: str | None = None
-    score: dict[str, float] | None = None
-
-
-class PolicySpec(_Section):
-    """The YAML form of `policy.Policy`."""
-
-    version: Literal[1] = 1
-    recipe: RecipeName = AUTO
-    on_unsupported: OnUnsupported = "exact"
-    quantize_fp32: bool = False
-    min_q_len: Annotated[int, Field(ge=1)] | None = None
-    min_kv_len: Annotated[int, Field(ge=1)] | None = None
-    rules: list[RuleSpec] = []
-
-    def build(self) -> Policy:
-        """The policy itself."""
-        own = {name: getattr(self, name) for name in PolicySpec.model_fields if name not in ("version", "rules")}
-        rules = [Rule(**{name: getattr(r, name) for name in RuleSpec.model_fields}) for r in self.rules]
-        return Policy(rules=rules, **own)
-
-
-class ModelSpec(_Section):
-    """Which model to load: a local folder or hub id (`path`), or weights that an installed package carries.
-
-    package, gguf: an importable package's name and a GGUF file inside its folder; sha256 pins that file.
-    device "auto" is CUDA if there is one. meta: weightless, from config.json alone; enough for a plan.
-    """
-
-    path: str | None = None
-    package: str | None = None
-    gguf: str | None = None
-    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    meta: bool = False
-
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSpec:
-        if (self.path is None) == (self.package is None) or (self.package is None) != (self.gguf is None):
-            raise ValueError("needs either path, or package and gguf")
-        return self
-
-
-class TextTask(_Section):
-    """Generate from prompts, and compare next-token distributions over windows of real text.
-
-    text: a UTF-8 file; `windows` pieces of `window_tokens` tokens each are taken from it, evenly spread.
-    """
-
-    kind: Literal["text"]
-    prompts: Annotated[list[str], Field(min_length=1)]
-    text: str
-    max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    windows: Annotated[int, Field(ge=2)] = 16
-    window_tokens: Annotated[int, Field(ge=2)] = 1024
-
-
-class TargetSpec(_Section):
-    """Bounds that a measured recipe must keep; the run fails if one is missed.
-
-    max_kl: nats a token. min_top1: share from 0 to 1. max_ppl_change: relative, either way (0.005 is 0.5 %).
-    """
-
-    max_kl: Annotated[float, Field(gt=0)] | None = None
-    min_top1: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_ppl_change: Annotated[float, Field(gt=0)] | None = None
-
-
-class RunConfig(_Section):
-    """One run: a model, a policy, a task, the recipes measured beside the policy, and where results go.
-
-    targets: bounds by what is measured, "policy" or an entry of `compare`.
-    """
-
-    version: Literal[1]
-    model: ModelSpec
-    task: TextTask
-    policy: PolicySpec = PolicySpec()
-    compare: list[RecipeName] = []
-    targets: dict[str, TargetSpec] = {}
-    seed: Annotated[int, Field(ge=0)] = 0
-    output: str = "runs/latest"
-
-
-SectionT = TypeVar("SectionT", bound=_Section)
+SectionT = TypeVar("SectionT", bound=Section)
 _PATHS = (("model", "path"), ("task", "text"), ("output",))
 
 
@@ -182,6 +65,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
         _inline_policy(document, Path.cwd() if ("policy",) in changed else base)
         for where in _PATHS:
             _resolve_path(document, where, Path.cwd() if where in changed else base)
+        _check_kind(document)
         _check_targets(document)
     config = _validate(RunConfig, document)
     if config is None or document.problems:
@@ -272,14 +156,31 @@ def _resolve_path(document: Document, where: tuple[str, ...], base: Path) -> Non
     _get(document.value, where[:-1])[where[-1]] = str(full.resolve())
 
 
+def _check_kind(document: Document) -> None:
+    """Keys of `model` that the kind of task has no use for."""
+    kind = _get(document.value, ("task", "kind"))
+    text_only, pictures_only = ("package", "gguf", "sha256"), ("prompt_table", "latents_are_pixels")
+    for key in text_only if kind in ("image", "video") else pictures_only if kind == "text" else ():
+        if _get(document.value, ("model", key)) is not None:
+            other = "image and video tasks" if kind == "text" else "text tasks; name a diffusers pipeline by model.path"
+            document.report(("model", key), f"is for {other}")
+
+
 def _check_targets(document: Document) -> None:
-    """Every target must be for something that is measured."""
+    """Every target must be for something that is measured, and of a figure that this kind of task gives."""
     targets, compare = document.value.get("targets"), document.value.get("compare") or []
-    if isinstance(targets, dict) and isinstance(compare, list):
-        measured = ["policy", *map(str, compare)]
-        for name in targets:
-            if name not in measured:
-                document.report(("targets", name), f"is not measured{nearest(str(name), measured)}")
+    if not isinstance(targets, dict) or not isinstance(compare, list):
+        return
+    kind = _get(document.value, ("task", "kind"))
+    known = TARGETS.get(kind, ()) if isinstance(kind, str) else ()
+    others = {figure for figures in TARGETS.values() for figure in figures} - set(known) if known else set()
+    measured = ["policy", *map(str, compare)]
+    for name, bounds in targets.items():
+        if name not in measured:
+            document.report(("targets", name), f"is not measured{nearest(str(name), measured)}")
+        for figure in others.intersection(bounds if isinstance(bounds, dict) else ()):
+            what = f"is not a figure of {kind} tasks; theirs are {', '.join(known)}"
+            document.report(("targets", name, figure), what)
 
 
 def _validate(section: type[SectionT], document: Document) -> SectionT | None:
@@ -290,11 +191,17 @@ def _validate(section: type[SectionT], document: Document) -> SectionT | None:
         return section.model_validate(document.value)
     except ValidationError as error:
         errors = error.errors()
-    unknown_kind = any(e["loc"] == ("task", "kind") and e["type"] == "literal_error" for e in errors)
     for e in errors:
-        if not (unknown_kind and e["loc"][0] == "task" and e["loc"] != ("task", "kind")):
-            document.report(e["loc"], _wording(section, e))
+        document.report(_place(e), _wording(section, e))
     return None
+
+
+def _place(error: Any) -> tuple[str | int, ...]:
+    """Where in the file the error is. pydantic puts the kind of task into the path; the file has it under `kind`."""
+    loc = error["loc"]
+    if loc == ("task",) and error["type"].startswith("union_tag"):
+        return ("task", "kind")
+    return ("task", *loc[2:]) if loc[0:1] == ("task",) and loc[1:2] and loc[1] in TASKS else loc
 
 
 _WORDS = {
@@ -306,6 +213,8 @@ _WORDS = {
     "list_type": "must be a list; got {input}",
     "dict_type": "must be a mapping of keys to values; got {input}",
     "model_type": "must be a mapping of keys to values; got {input}",
+    "union_tag_not_found": "is missing",
+    "union_tag_invalid": "must be one of {known}; got '{tag}'",
     "literal_error": "must be one of {known}; got {input}",
     "value_error": "{error}",
     "too_short": "must not be empty",
@@ -322,7 +231,7 @@ def _wording(section: type[BaseModel], error: Any) -> str:
         return f'unknown key "{loc[-1]}"{nearest(str(loc[-1]), _known_keys(section, loc[:-1]))}'
     if loc == ("version",) and error["type"] == "literal_error":
         return f"this release reads schema version {SCHEMA_VERSION}; got {given!r}"
-    known = str(context.get("expected", "")).replace("'", "").replace(" or ", ", ")
+    known = str(context.get("expected", context.get("expected_tags", ""))).replace("'", "").replace(" or ", ", ")
     template = _WORDS.get(error["type"], error["msg"] + "; got {input}")
     shown = "nothing" if given is None else repr(given)
     return template.format(**{**context, "input": shown, "known": known, "error": context.get("error", "")})
@@ -330,6 +239,8 @@ def _wording(section: type[BaseModel], error: Any) -> str:
 
 def _known_keys(section: type[BaseModel], path: Sequence[str | int]) -> list[str]:
     """The keys that the section at `path` below `section` knows."""
+    if path[0:1] == ["task"] or path[0:1] == ("task",):
+        section, path = TASKS[str(path[1])], path[2:]
     for part in path:
         if isinstance(part, str) and part in section.model_fields:
             section = _section_in(section.model_fields[part].annotation) or section

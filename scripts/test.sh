@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/make_venv.sh
 
-make_venv test,quickstart
+make_venv test,quickstart,media
 status=0
 ruff check . || status=1
 ruff format --check . || status=1

@@ -43,6 +43,38 @@ def quickstart() -> str:
     return "\n".join(lines)
 
 
+PIPELINES = {
+    "image": "small Flux, trained on clip art, 64 px",
+    "video": "small Wan, trained on rendered scenes, 64 px",
+    "unet": "terrain UNet, 128 px",
+}
+
+
+def pictures() -> str:
+    """Quality of every measured recipe on the pipelines of the quickstarts."""
+    lines = ["| drawn by | recipe | PSNR, dB | worst frame | SSIM | worst frame |", "|---|---|---|---|---|---|"]
+    runs = {kind: _load(f"quickstart_{kind}_cpu.json") for kind in PIPELINES}
+    for kind, run in runs.items():
+        frames = run["pictures"][0]["frames"]
+        many = f"{len(run['pictures'])} {'clips' if kind == 'video' else 'pictures'}"
+        size = f"{many}{f' of {frames} frames' if frames > 1 else ''}, steps: {run['config']['task']['steps']}"
+        for i, row in enumerate(run["quality"]):
+            recipe = row["recipe"] if row["name"] == "policy" else row["name"]
+            lines.append(
+                f"| {f'{PIPELINES[kind]}; {size}' if i == 0 else ''} | `{recipe}` | {row['psnr']:.1f} "
+                f"| {row['psnr_worst']:.1f} | {row['ssim']:.4f} | {row['ssim_worst']:.4f} |"
+            )
+    packages = runs["image"]["environment"]["packages"]
+    commands = ", ".join(f"`{run['command']}`" for run in runs.values())
+    lines += [
+        "",
+        "Against the unpatched pipeline from the same seed, on the raw frames; float32 on a CPU with the reference "
+        f"backend, torch {packages['torch']}, diffusers {packages['diffusers']}; {commands}, data in "
+        "`docs/results/quickstart_{image,video,unet}_cpu.json`.",
+    ]
+    return "\n".join(lines)
+
+
 def families() -> str:
     """How many transformers families run, and how."""
     record = _load("family_matrix.json")
@@ -87,7 +119,7 @@ def models() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"quickstart": quickstart, "families": families, "models": models}
+TABLES = {"quickstart": quickstart, "pictures": pictures, "families": families, "models": models}
 
 
 def _load(name: str) -> Any:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sage_patch.config import ModelSpec
 from sage_patch.evaluation import models
 from sage_patch.evaluation.models import ModelError, load_text_model
+from sage_patch.schema import ModelSpec
 
 TINY = Path(__file__).parent / "assets" / "lm-tiny-d128"
 

