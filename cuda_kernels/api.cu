@@ -56,7 +56,8 @@ size_t place(Params &p, uint8_t *base, Images *out) {
   size_t at = 0;
   auto take = [&](size_t bytes) { uint8_t *here = base + at; at += align256(bytes); return here; };
   Images w;
-  w.k = take(images * k_image_bytes(dim)), w.v = take(images * v_image_bytes(dim, p.fp16_pv));
+  w.k = take(images * k_image_bytes(dim)), w.v = take(images * v_image_bytes(padded_v_dim(p.head_dim, p.v_head_dim), p.fp16_pv));
+  w.v_half = (int64_t)(images * v_image_bytes(128, false));
   w.k_scale = (float *)take(images * kScaleGroups * sizeof(float));
   w.k_mean = (float *)take(vector), w.v_mean = (float *)take(vector), w.v_scale = (float *)take(vector);
   w.counter = (int32_t *)take(sizeof(int32_t));
@@ -119,12 +120,14 @@ int shapes(const Sage2Args *a, Params *p) {
   if (a->batch < 1 || a->heads < 1 || a->kv_heads < 1 || a->q_len < 1 || a->kv_len < 0)
     return fail(SAGE2_ERR_ARGUMENT, "batch %d, heads %d, kv_heads %d, q_len %d must be positive and kv_len %d not negative", a->batch, a->heads, a->kv_heads, a->q_len, a->kv_len);
   if (a->heads % a->kv_heads) return fail(SAGE2_ERR_ARGUMENT, "heads %d is not a multiple of kv_heads %d", a->heads, a->kv_heads);
-  if (a->head_dim < 1 || a->head_dim > 128) return fail(SAGE2_ERR_UNSUPPORTED, "head_dim %d: 1 to 128 are supported", a->head_dim);
+  const int widest = a->recipe == SAGE2_PV_FP16 ? 128 : 256;
+  if (a->head_dim < 1 || a->head_dim > widest) return fail(SAGE2_ERR_UNSUPPORTED, "head_dim %d: 1 to %d are supported", a->head_dim, widest);
+  if (a->v_head_dim < 1 || a->v_head_dim > padded_dim(a->head_dim)) return fail(SAGE2_ERR_UNSUPPORTED, "v_head_dim %d: 1 to %d are supported beside head_dim %d", a->v_head_dim, padded_dim(a->head_dim), a->head_dim);
   if (a->q_len > kMaxLength / 2 || a->kv_len > kMaxLength / 2) return fail(SAGE2_ERR_UNSUPPORTED, "q_len %d or kv_len %d exceeds %d", a->q_len, a->kv_len, kMaxLength / 2);
   const int64_t heads = (int64_t)a->batch * a->heads;
   if (heads * ((a->q_len + 63) / 64) > INT32_MAX / 32) return fail(SAGE2_ERR_UNSUPPORTED, "batch x heads x q_len is too large: %lld rows", (long long)(heads * a->q_len));
   *p = Params();
-  p->batch = a->batch, p->heads = a->heads, p->kv_heads = a->kv_heads, p->q_len = a->q_len, p->kv_len = a->kv_len, p->head_dim = a->head_dim;
+  p->batch = a->batch, p->heads = a->heads, p->kv_heads = a->kv_heads, p->q_len = a->q_len, p->kv_len = a->kv_len, p->head_dim = a->head_dim, p->v_head_dim = a->v_head_dim;
   p->blocks = (a->kv_len + kTileTokens - 1) / kTileTokens;
   p->bf16 = a->dtype == SAGE2_BF16, p->fp16_pv = a->recipe == SAGE2_PV_FP16;
   p->causal = (a->flags & SAGE2_CAUSAL) != 0, p->top_left = (a->flags & SAGE2_TOP_LEFT) != 0;
@@ -151,8 +154,8 @@ int fill(const Sage2Args *a, bool prepare, bool forward, Params *p, int *sms) {
   const int items = p->cu_q ? 1 : a->batch;
   p->q = view(a->q, a->q_strides, items, a->heads, a->q_len, a->head_dim);
   p->k = view(a->k, a->k_strides, items, a->kv_heads, a->kv_len, a->head_dim);
-  p->v = view(a->v, a->v_strides, items, a->kv_heads, a->kv_len, a->head_dim);
-  p->out = view(a->out, a->out_strides, items, a->heads, a->q_len, a->head_dim);
+  p->v = view(a->v, a->v_strides, items, a->kv_heads, a->kv_len, a->v_head_dim);
+  p->out = view(a->out, a->out_strides, items, a->heads, a->q_len, a->v_head_dim);
   return SAGE2_OK;
 }
 

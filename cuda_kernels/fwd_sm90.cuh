@@ -31,19 +31,20 @@ namespace {
 constexpr int align1k(int x) { return (x + 1023) / 1024 * 1024; }
 
 template<int DIM, bool FP16, Family FAMILY> struct Layout {
-  static constexpr int consumers = FAMILY == kAdjusted ? 2 : DIM == 64 && !FP16 && FAMILY == kDense ? 4 : 3, rows = 64 * consumers, threads = 128 * (consumers + 1);
+  static constexpr int DV = DIM < 128 ? DIM : 128;       // channels of V and the output in one launch
+  static constexpr int consumers = FAMILY == kAdjusted || DIM > 128 ? 2 : DIM == 64 && !FP16 && FAMILY == kDense ? 4 : 3, rows = 64 * consumers, threads = 128 * (consumers + 1);
   static constexpr int registers = consumers == 4 ? 112 : consumers == 3 ? 160 : 232, feeder_registers = consumers == 2 ? 40 : 32;
-  static constexpr int stages = DIM == 128 ? 2 : 4, log_stages = DIM == 128 ? 1 : 2;   // small tiles need more in flight
+  static constexpr int stages = DIM >= 128 ? 2 : 4, log_stages = DIM >= 128 ? 1 : 2;   // small tiles need more in flight
   // Shared memory, bytes from its 1024-byte aligned start:
   static constexpr int q = 64 * DIM;                     // one warpgroup's Q
   static constexpr int k = kTileTokens * DIM;
-  static constexpr int v = kTileTokens * DIM * (FP16 ? 2 : 1);
+  static constexpr int v = kTileTokens * DV * (FP16 ? 2 : 1);
   static constexpr int v_stage = align1k(v + (FP16 ? 0 : 8 * kVPitch));     // the rows of ones lie under V^T
-  static constexpr int out_pitch = DIM * 2 + 16;         // staging rows, padded against bank conflicts
+  static constexpr int out_pitch = DV * 2 + 16;          // staging rows, padded against bank conflicts
   static constexpr int at_q = 0, at_k = at_q + 2 * consumers * q, at_v = at_k + stages * k;
-  static constexpr int raw = 32 * DIM * 2;               // one warp's landing place for 16-bit Q rows
+  static constexpr int raw = prefetch_rows(DIM) * DIM * 2;             // one warp's landing place for 16-bit Q rows
   static constexpr int at_out = at_v + stages * v_stage, at_raw = at_out + rows * out_pitch;
-  static constexpr int at_q_scale = at_raw + 3 * raw, at_q_dot = at_q_scale + 2 * rows * 4;
+  static constexpr int at_q_scale = at_raw + (consumers < 3 ? consumers : 3) * raw, at_q_dot = at_q_scale + 2 * rows * 4;
   static constexpr int at_slot = at_q_dot + 2 * rows * 4, at_entry = at_slot + 16, at_spans = at_entry + 16;
   static constexpr int limits = 48, at_limits = at_spans + 16 * consumers;                // of a consumer warp
   static constexpr int at_bits = at_limits + limits * 4 * consumers;
@@ -60,11 +61,12 @@ template<int STAGES, int CONSUMERS> struct Barriers {                     // add
 };
 
 // ------------------------------------------------------------------ the two matrix products
-template<int DIM> SAGE2_DEV void scores(int (&S)[64], uint32_t q, uint32_t k) {
+template<int DIM, int STEPS> SAGE2_DEV void scores(int (&S)[64], uint32_t q, uint32_t k) {      // STEPS: of 32 channels
+  constexpr int kPitch = DIM > 128 ? 128 : DIM, kQPanel = 64 * 128 / 16, kKPanel = kTileTokens * 128 / 16;
   wgmma_fence();
-  mma_s8_first(S, desc<DIM>(q), desc<DIM>(k));
+  mma_s8_first(S, desc<kPitch>(q), desc<kPitch>(k));
   #pragma unroll
-  for (int i = 1; i < DIM / 32; i++) mma_s8_next(S, desc<DIM>(q + 2 * i), desc<DIM>(k + 2 * i));
+  for (int i = 1; i < STEPS; i++) mma_s8_next(S, desc<kPitch>(q + i / 4 * kQPanel + 2 * (i % 4)), desc<kPitch>(k + i / 4 * kKPanel + 2 * (i % 4)));
   wgmma_commit();
   wgmma_wait_all();
 }
@@ -178,7 +180,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
   // ---------------------------------------------------------- consumers
   registers_grow<L::registers>();
   constexpr bool kPingPong = !FP16;                            // takes turns on the tensor cores; pays for FP8 only
-  constexpr int kOut = DIM / 2;                                // accumulators of a thread
+  constexpr int DV = L::DV, kOut = DV / 2;                                // accumulators of a thread
   const int w = group - 1, lane = threadIdx.x & 31, c = lane & 3, r = warp * 16 + (lane >> 2);   // row in the warpgroup
   const uint32_t desc_k = desc_low(s0 + L::at_k), desc_v = desc_low(s0 + L::at_v, FP16 ? kTileTokens * 128 : 16);
   if (kPingPong && w == L::consumers - 1) named_arrive(1, 256);
@@ -254,7 +256,8 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
           copy_async4(my_bits(), bits), copy_async4(my_bits() + 4, bits + 32 * (int64_t)p.blocks);
         }
         my_turn();
-        scores<DIM>(S, desc_q, desc_k + stage * (L::k / 16));
+        if (DIM > 128 && p.head_dim <= 192) scores<DIM, 6>(S, desc_q, desc_k + stage * (L::k / 16));
+        else scores<DIM, DIM / 32>(S, desc_q, desc_k + stage * (L::k / 16));
         pass_turn();
         barrier_arrive_warp(ring + kToKEmpty);
         // Fetched here each time: registers are short, and a load that everything below needs also keeps the compiler
@@ -294,16 +297,16 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
           barrier_wait(ring + kToVFull, parity);
           SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
           weigh_fp16(O, P, desc_v + stage * (L::v_stage / 16));
-          SAGE2_DUMP_ONLY(dump_sums<DIM>(at, O, state.m0, state.m1, quad_sum(l0), quad_sum(l1));)
+          SAGE2_DUMP_ONLY(dump_sums<DV>(at, O, state.m0, state.m1, quad_sum(l0), quad_sum(l1));)
         } else {
           uint32_t P[16];
-          float T[kOut + 4];                                   // and the row sums, each twice
           softmax_fp8<kKind>(S, k_scale, q_scale.x, q_scale.y, state);
           pack_probabilities(S, P);
           barrier_wait(ring + kToVFull, parity);
           SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
+          float T[kOut + 4];                                   // and the row sums, each twice
           weigh_fp8(T, P, desc_v + stage * (L::v_stage / 16));
-          SAGE2_DUMP_ONLY(dump_sums<DIM>(at, T, state.m0, state.m1, T[kOut], T[kOut + 2]);)
+          SAGE2_DUMP_ONLY(dump_sums<DV>(at, T, state.m0, state.m1, T[kOut], T[kOut + 2]);)
           #pragma unroll
           for (int i = 0; i < kOut; i++) O[i] = fmaf(O[i], i & 2 ? state.a1 : state.a0, T[i]);
           l0 = fmaf(l0, state.a0, T[kOut]), l1 = fmaf(l1, state.a1, T[kOut + 2]);
@@ -359,12 +362,15 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
       add_sink(sink - dot.x * lacks, state.m0, l0, shrink0, kept0), add_sink(sink - dot.y * lacks, state.m1, l1, shrink1, kept1);
     }
     const float i0 = l0 == 0.f ? 0.f : __fdividef(shrink0, l0), i1 = l1 == 0.f ? 0.f : __fdividef(shrink1, l1);   // no keys: zero
-    const float *v_scale = p.images.v_scale + (int64_t)tile.kv_head * DIM, *v_mean = p.images.v_mean + (int64_t)tile.kv_head * DIM;
+    const int64_t vector = (int64_t)tile.kv_head * DIM + (DIM > 128 ? p.v_channel : 0);
+    const float *v_scale = p.images.v_scale + vector, *v_mean = p.images.v_mean + vector;
+    const int first = tile.row0 + 64 * w + warp * 16;          // this warp's 16 rows
+    uint16_t *out = const_cast<uint16_t *>(p.out.data) + tile.b * p.out.batch + tile.h * p.out.head + (int64_t)(tile.q_token + first) * p.out.token;
     const uint32_t staging = s0 + L::at_out + (w * 64 + warp * 16) * L::out_pitch, mine = staging + (lane >> 2) * L::out_pitch + c * 4;
     bulk_wait_read();                                          // the last tile's rows have left the staging area
     __syncwarp();
     #pragma unroll
-    for (int i = 0; i < DIM / 8; i++) {
+    for (int i = 0; i < DV / 8; i++) {
       const float2 s = __ldg((const float2 *)(v_scale + 8 * i + 2 * c)), m = __ldg((const float2 *)(v_mean + 8 * i + 2 * c));
       const float2 m0 = l0 == 0.f ? make_float2(0.f, 0.f) : !kIsDense ? make_float2(m.x * kept0, m.y * kept0) : m;
       const float2 m1 = l1 == 0.f ? make_float2(0.f, 0.f) : !kIsDense ? make_float2(m.x * kept1, m.y * kept1) : m;
@@ -375,14 +381,12 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
     }
     async_proxy_fence();
     __syncwarp();
-    const int first = tile.row0 + 64 * w + warp * 16;          // this warp's 16 rows
-    uint16_t *out = const_cast<uint16_t *>(p.out.data) + tile.b * p.out.batch + tile.h * p.out.head + (int64_t)(tile.q_token + first) * p.out.token;
     if (p.out.vector) {
-      if (lane < 16 && first + lane < tile.q_len) bulk_store(out + lane * p.out.token, staging + lane * L::out_pitch, p.head_dim * 2);
+      if (lane < 16 && first + lane < tile.q_len) bulk_store(out + lane * p.out.token, staging + lane * L::out_pitch, p.v_head_dim * 2);
       bulk_commit();
     } else {
       for (int i = 0; i < 16 && first + i < tile.q_len; i++)
-        for (int d = lane; d < p.head_dim; d += 32) {
+        for (int d = lane; d < p.v_head_dim; d += 32) {
           uint16_t x;
           asm volatile("ld.shared.u16 %0,[%1];" : "=h"(x) : "r"(staging + i * L::out_pitch + 2 * d) : "memory");
           out[i * p.out.token + d] = x;
@@ -408,23 +412,24 @@ template<int DIM, bool FP16, Family FAMILY> Entry entry() {
   using L = Layout<DIM, FP16, FAMILY>;
   return {attention<DIM, FP16, FAMILY>, L::bytes, L::rows, L::threads};
 }
-template<Family FAMILY> Entry entry(bool wide, bool fp16) {
-  if (wide) return fp16 ? entry<128, true, FAMILY>() : entry<128, false, FAMILY>();
-  return fp16 ? entry<64, true, FAMILY>() : entry<64, false, FAMILY>();
+template<Family FAMILY> Entry entry(int dim, bool fp16) {
+  if (dim == 64) return fp16 ? entry<64, true, FAMILY>() : entry<64, false, FAMILY>();
+  if (dim == 128) return fp16 ? entry<128, true, FAMILY>() : entry<128, false, FAMILY>();
+  return entry<256, false, FAMILY>();
 }
 
 }  // namespace
 
 template<Family FAMILY> cudaError_t load_family_sm90() {
-  for (int i = 0; i < 4; i++) {
-    const Entry e = entry<FAMILY>(i & 1, i & 2);
+  for (int i = 0; i < 5; i++) {
+    const Entry e = entry<FAMILY>(64 << i / 2, i % 2);
     const cudaError_t err = cudaFuncSetAttribute(e.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, e.smem);
     if (err != cudaSuccess) return err;
   }
   return cudaSuccess;
 }
 template<Family FAMILY> cudaError_t launch_family_sm90(Params &p, int sm_count, bool overlap, cudaStream_t stream) {
-  const Entry e = entry<FAMILY>(padded_dim(p.head_dim) == 128, p.fp16_pv);
+  const Entry e = entry<FAMILY>(padded_dim(p.head_dim), p.fp16_pv);
   cudaLaunchConfig_t cfg = {};
   cfg.gridDim = dim3(p.total < sm_count ? p.total : sm_count), cfg.blockDim = dim3(e.threads);
   cfg.dynamicSmemBytes = e.smem, cfg.stream = stream;

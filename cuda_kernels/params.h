@@ -29,9 +29,10 @@ enum MaskKind { kNoMask, kBool, kFloat16, kBfloat16, kFloat32 };
 enum TileClass { kUnseen, kWhole, kPartial };   // kWhole: every row sees every key, and nothing is added
 
 struct Images {                    // the workspace
-  uint8_t *k, *v;                  // [batch * kv_heads][blocks][image]
+  uint8_t *k, *v;                  // [batch * kv_heads][blocks][image]; v of 256 channels: twice, of 128 each
   float *k_scale;                  // [batch * kv_heads][blocks][4]
   float *k_mean, *v_mean, *v_scale;   // [batch * kv_heads][padded head_dim]
+  int64_t v_half;                  // bytes from the first half of v's images to the second
   int32_t *counter;                // the tile counter of the forward kernel, zero between launches
 };
 
@@ -46,6 +47,7 @@ struct Params {
   int32_t q_tiles, total, group;   // forward: query tiles of a head, of the call, and heads that are interleaved
   int32_t bf16, causal, top_left, smooth_k, smooth_v, fp16_pv;
   float scale, scale_log2;         // softmax scale, and times log2(e)
+  int32_t v_head_dim, v_channel;   // forward: of the half that a launch computes, and its first channel
   // What the dense family does not read (last on purpose: the place of a field decides how it is loaded):
   const int32_t *kv_starts;        // [batch], or null: where its first key is
   const uint8_t *key_padding;      // [batch or 1][kv_len], or null: 0 = no such key; row stride key_padding_batch
@@ -67,7 +69,8 @@ enum Family {
   kMasked,                         // mask tensors of truth values, windows, sinks, sequences laid end to end
   kAdjusted                        // softcap, added masks
 };
-SAGE2_HD constexpr int padded_dim(int head_dim) { return head_dim <= 64 ? 64 : 128; }
+SAGE2_HD constexpr int padded_dim(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+SAGE2_HD constexpr int padded_v_dim(int head_dim, int v_head_dim) { return head_dim > 128 && v_head_dim <= 128 ? 128 : padded_dim(head_dim); }
 SAGE2_HD constexpr size_t k_image_bytes(int dim) { return (size_t)kTileTokens * dim; }
 SAGE2_HD constexpr size_t v_image_bytes(int dim, bool fp16) { return (size_t)kTileTokens * dim * (fp16 ? 2 : 1); }
 

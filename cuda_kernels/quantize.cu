@@ -55,7 +55,7 @@ template<int DIM> SAGE2_DEV int cache_offset(int token, int channel) {
 
 // One sample group of a smoothing vector: sums into `partial`, the largest magnitude into `top`. Non-finite counts as zero.
 template<int DIM, Mode MODE>
-SAGE2_DEV void sample(const Params &p, const Head &h, const View &view, const uint16_t *rows, int group, int channel, float *partial, uint32_t *top) {
+SAGE2_DEV void sample(const Params &p, const Head &h, const View &view, const uint16_t *rows, int head_dim, int group, int channel, float *partial, uint32_t *top) {
   constexpr int kEach = kMeanSamples / kMeanGroups;
   const int samples = mean_samples(h.keys);
   uint4 x[kEach];
@@ -65,7 +65,7 @@ SAGE2_DEV void sample(const Params &p, const Head &h, const View &view, const ui
     x[i] = make_uint4(0, 0, 0, 0);
     if (s >= samples) continue;
     const int t = mean_token(s, h.keys);
-    if (exists<MODE>(h, t)) x[i] = load_channels(rows + token_of<MODE>(h, t) * view.token, channel, p.head_dim, aligned<MODE>(view));
+    if (exists<MODE>(h, t)) x[i] = load_channels(rows + token_of<MODE>(h, t) * view.token, channel, head_dim, aligned<MODE>(view));
   }
   float sum[8] = {};
   uint32_t largest[8] = {};
@@ -132,14 +132,14 @@ SAGE2_DEV void load8(const float *from, float (&to)[8]) {
 template<int DIM, Mode MODE> SAGE2_DEV uint4 v_channels(const Params &p, const Head &h, const uint8_t *cached, int block, int token, int channel) {
   if (cached) return *(const uint4 *)(cached + cache_offset<DIM>(token, channel));
   const int t = block * kTileTokens + token;
-  return exists<MODE>(h, t) ? load_channels(h.v + token_of<MODE>(h, t) * p.v.token, channel, p.head_dim, aligned<MODE>(p.v)) : make_uint4(0, 0, 0, 0);
+  return exists<MODE>(h, t) ? load_channels(h.v + token_of<MODE>(h, t) * p.v.token, channel, p.v_head_dim, aligned<MODE>(p.v)) : make_uint4(0, 0, 0, 0);
 }
 
 // A warp's share of an E4M3 V block, transposed and token-permuted: 4 chunks x 8 words. A lane takes tokens
 // {2c, 2c+1, 2c+8, 2c+9} of one 16-token group and eight channels, which are eight words of the image.
-template<int DIM, Mode MODE>
+template<int DIM, int DV, Mode MODE>
 SAGE2_DEV void write_v_fp8(const Params &p, const Head &h, const Shared<DIM> &sh, const uint8_t *cached, uint8_t *image, int block, int unit) {
-  const int lane = threadIdx.x % 32, channel = (unit % (DIM / 32) * 4 + lane % 4) * 8, word = unit / (DIM / 32) * 8 + lane / 4;
+  const int lane = threadIdx.x % 32, channel = (unit % (DV / 32) * 4 + lane % 4) * 8, word = unit / (DV / 32) * 8 + lane / 4;
   const int token = word / 4 * 16 + word % 4 * 2;
   uint4 x[4];
   #pragma unroll
@@ -159,7 +159,7 @@ SAGE2_DEV void write_v_fp8(const Params &p, const Head &h, const Shared<DIM> &sh
       #pragma unroll
       for (int e = 0; e < 8; e++) f[i][e] = (i & 1) + (i & 2) * 4 < last ? f[i][e] : 0.f;
   #pragma unroll
-  for (int e = 0; e < 8; e++) *(uint32_t *)(image + v_offset(token, channel + e)) = pack_e4m3(f[0][e], f[1][e], f[2][e], f[3][e]);
+  for (int e = 0; e < 8; e++) *(uint32_t *)(image + channel / 128 * p.images.v_half + v_offset(token, channel % 128 + e)) = pack_e4m3(f[0][e], f[1][e], f[2][e], f[3][e]);
 }
 // A warp's share of a 16-bit V block: 8 tokens (dim 128; 16 at dim 64) as they are, scaled so that any bf16 fits fp16.
 template<int DIM, Mode MODE>
@@ -184,7 +184,7 @@ SAGE2_DEV void write_v_fp16(const Params &p, const Head &h, const Shared<DIM> &s
   }
 }
 
-template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThreads, MODE == kAny ? 1 : 2) quantize_kv(const __grid_constant__ Params p, int cache_blocks) {
+template<int DIM, int DV, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThreads, MODE == kAny || DIM > 128 ? 1 : 2) quantize_kv(const __grid_constant__ Params p, int cache_blocks) {
   constexpr int kChunks = DIM / 8, kRows = kThreads / kChunks, kPasses = kTileTokens / kRows, kWarps = kThreads / 32;
   extern __shared__ __align__(16) uint8_t smem[];
   Shared<DIM> &sh = *(Shared<DIM> *)smem;
@@ -215,8 +215,8 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
   float *const partial = (float *)cache;
   for (int u = tid; u < 2 * kMeanGroups * kChunks; u += kThreads) {
     const int channel = u % kChunks * 8, group = u / kChunks % kMeanGroups;
-    if (u < kMeanGroups * kChunks) sample<DIM, MODE>(p, h, p.k, h.k, group, channel, partial, nullptr);
-    else sample<DIM, MODE>(p, h, p.v, h.v, group, channel, partial + kMeanGroups * DIM, sh.v_top);
+    if (u < kMeanGroups * kChunks) sample<DIM, MODE>(p, h, p.k, h.k, p.head_dim, group, channel, partial, nullptr);
+    else sample<DIM, MODE>(p, h, p.v, h.v, p.v_head_dim, group, channel, partial + kMeanGroups * DIM, sh.v_top);
   }
   __syncthreads();
   if (tid < DIM) sh.k_mean[tid] = p.smooth_k ? total_mean<DIM, MODE>(h, partial, tid) : 0.f;
@@ -234,29 +234,34 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
     for (int e = 0; e < 4; e++) range.low[e] = is_bf16<MODE>(p) ? 0x7F807F80u : 0x7C007C00u, range.high[e] = range.low[e] | 0x80008000u;   // +Inf, -Inf
     for (int i = 0; i < mine; i++) {
       const int block = rank + i * size, first = block * kTileTokens + row;
-      auto load = [&](uint4 (&x)[kPasses], const View &view, const uint16_t *rows) {
+      uint32_t there = 0;                                         // bit j: the key of pass j exists
+      if (MODE == kAny)
+        #pragma unroll
+        for (int j = 0; j < kPasses; j++) there |= (uint32_t)exists<MODE>(h, first + j * kRows) << j;
+      auto present = [&](int j) { return MODE == kAny ? there >> j & 1 : first + j * kRows < h.keys; };
+      auto load = [&](uint4 (&x)[kPasses], const View &view, const uint16_t *rows, int head_dim) {
         const uint16_t *from = rows + first * view.token;
         #pragma unroll
         for (int j = 0; j < kPasses; j++, from += kRows * view.token) {
           x[j] = make_uint4(0, 0, 0, 0);
           const int key = first + j * kRows;
           if (MODE == kAny) {
-            if (exists<MODE>(h, key)) x[j] = load_channels(rows + token_of<MODE>(h, key) * view.token, channel, p.head_dim, view.vector);
-          } else if (key < h.keys) x[j] = load_channels(from, channel, p.head_dim, 1);
+            if (present(j)) x[j] = load_channels(rows + token_of<MODE>(h, key) * view.token, channel, head_dim, view.vector);
+          } else if (key < h.keys) x[j] = load_channels(from, channel, head_dim, 1);
         }
       };
       {
         uint4 v[kPasses];
-        load(v, p.v, h.v);
+        load(v, p.v, h.v, p.v_head_dim);
         #pragma unroll
         for (int j = 0; j < kPasses; j++) {
           if (i < cache_blocks) *(uint4 *)(cache + i * Shared<DIM>::block_bytes + cache_offset<DIM>(row + j * kRows, channel)) = v[j];
-          if (exists<MODE>(h, first + j * kRows)) extend(range, v[j], is_bf16<MODE>(p));
+          if (present(j)) extend(range, v[j], is_bf16<MODE>(p));
         }
       }
       if (MODE != kAny && i + 1 < mine) prefetch<DIM>(p, h, block + size);
       uint4 k[kPasses];
-      load(k, p.k, h.k);
+      load(k, p.k, h.k, p.head_dim);
       uint32_t *const amax = sh.k_amax[i & 1];                    // in turns: a slow warp may still read the last one
       if (tid < kScaleGroups) amax[tid] = 0;
       __syncthreads();
@@ -266,7 +271,7 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
         load8(sh.k_mean + channel, mean);
         widen(k[j], is_bf16<MODE>(p), f);
         #pragma unroll
-        for (int e = 0; e < 8; e++) f[e] = exists<MODE>(h, first + j * kRows) ? __fsub_rn(f[e], mean[e]) : 0.f;
+        for (int e = 0; e < 8; e++) f[e] = present(j) ? __fsub_rn(f[e], mean[e]) : 0.f;
       };
       #pragma unroll
       for (int j = 0; j < kPasses; j++) {
@@ -283,12 +288,13 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
       const int64_t image = h.image + block;
       if (tid < kScaleGroups) p.images.k_scale[image * kScaleGroups + tid] = int8_scale(amax[tid]).scale;
       uint8_t *const out = p.images.k + image * (int64_t)k_image_bytes(DIM) + k_offset(row, channel, DIM);
+      constexpr int kPanel = DIM > 128 ? 128 : DIM;               // bytes of a row
       #pragma unroll
       for (int j = 0; j < kPasses; j++) {                         // the swizzle repeats every 8 rows
         float f[8];
         asm volatile("" : "+r"(k[j].x), "+r"(k[j].y), "+r"(k[j].z), "+r"(k[j].w));      // centred again: 32 registers that are not there
         centred(j, f);
-        *(uint2 *)(out + j * kRows * DIM) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
+        *(uint2 *)(out + j * kRows * kPanel) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
       }
     }
     float low[8], high[8], mean[8];
@@ -326,33 +332,38 @@ template<int DIM, bool FP16, Mode MODE> __global__ void __launch_bounds__(kThrea
   grid_dependency_trigger();
 
   // 3. V images: DIM / 8 warp units of a block
+  constexpr int kUnits = DV / 8;                                  // of a warp
   #pragma unroll 1
-  for (int u = tid / 32; u < mine * kChunks; u += kWarps) {
-    const int i = u / kChunks, block = rank + i * size;
+  for (int u = tid / 32; u < mine * kUnits; u += kWarps) {
+    const int i = u / kUnits, block = rank + i * size;
     const uint8_t *cached = i < cache_blocks ? cache + i * Shared<DIM>::block_bytes : nullptr;
-    uint8_t *image = p.images.v + (h.image + block) * (int64_t)v_image_bytes(DIM, FP16);
-    if (FP16) write_v_fp16<DIM, MODE>(p, h, sh, cached, image, block, u % kChunks);
-    else write_v_fp8<DIM, MODE>(p, h, sh, cached, image, block, u % kChunks);
+    uint8_t *image = p.images.v + (h.image + block) * (int64_t)v_image_bytes(DV > 128 ? 128 : DV, FP16);
+    if (FP16) write_v_fp16<DIM, MODE>(p, h, sh, cached, image, block, u % kUnits);
+    else write_v_fp8<DIM, DV, MODE>(p, h, sh, cached, image, block, u % kUnits);
   }
   cluster_wait();                                                 // and they with ours
 }
 
 typedef void (*Kernel)(Params, int);
-template<int DIM, bool FP16> Kernel by_mode(Mode mode) {
-  return mode == kAny ? quantize_kv<DIM, FP16, kAny> : mode == kAlignedBf16 ? quantize_kv<DIM, FP16, kAlignedBf16> : quantize_kv<DIM, FP16, kAlignedFp16>;
+template<int DIM, int DV, bool FP16> Kernel by_mode(Mode mode) {
+  return mode == kAny ? quantize_kv<DIM, DV, FP16, kAny> : mode == kAlignedBf16 ? quantize_kv<DIM, DV, FP16, kAlignedBf16> : quantize_kv<DIM, DV, FP16, kAlignedFp16>;
 }
-Kernel kernel(bool wide, bool fp16, Mode mode) {
-  if (wide) return fp16 ? by_mode<128, true>(mode) : by_mode<128, false>(mode);
-  return fp16 ? by_mode<64, true>(mode) : by_mode<64, false>(mode);
+Kernel kernel(int dim, int dv, bool fp16, Mode mode) {
+  if (dim == 64) return fp16 ? by_mode<64, 64, true>(mode) : by_mode<64, 64, false>(mode);
+  if (dim == 128) return fp16 ? by_mode<128, 128, true>(mode) : by_mode<128, 128, false>(mode);
+  return dv == 128 ? by_mode<256, 128, false>(mode) : by_mode<256, 256, false>(mode);
 }
+struct Sizes { int rest, partial, block, cache_blocks; };
+template<int DIM> constexpr Sizes sizes() { return {Shared<DIM>::at_rest, Shared<DIM>::partial_bytes, Shared<DIM>::block_bytes, Shared<DIM>::cache_blocks}; }
 
 }  // namespace
 
 cudaError_t load_quantize() {
-  for (int i = 0; i < 12; i++) {
-    const Kernel k = kernel(i & 1, i & 2, (Mode)(i / 4));
+  for (int i = 0; i < 18; i++) {
+    const int j = i % 6;
+    const Kernel k = kernel(64 << j / 2, j == 4 ? 128 : 64 << j / 2, j < 4 && j % 2, (Mode)(i / 6));
     cudaError_t err = cudaFuncSetAttribute(k, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (err == cudaSuccess) err = cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<128>::at_rest + kCacheBytes);
+    if (err == cudaSuccess) err = cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared<256>::at_rest + kCacheBytes);
     if (err != cudaSuccess) return err;
   }
   return cudaSuccess;
@@ -360,18 +371,18 @@ cudaError_t load_quantize() {
 
 cudaError_t launch_quantize(const Params &p, int sm_count, cudaStream_t stream) {
   const int64_t heads = (int64_t)p.batch * p.kv_heads;
-  const bool wide = padded_dim(p.head_dim) == 128;
+  const int dim = padded_dim(p.head_dim);
+  const Sizes shared = dim == 64 ? sizes<64>() : dim == 128 ? sizes<128>() : sizes<256>();
   const int blocks = p.cu_k ? (p.blocks + p.batch - 1) / p.batch : p.blocks;      // of a head; sequences: on average
-  const int fits = wide ? Shared<128>::cache_blocks : Shared<64>::cache_blocks;
+  const int fits = shared.cache_blocks;
   int size = 1;                    // a power of two: enough CTAs for all V to stay in shared memory, and to fill the chip
   while (size < kMaxCluster && size * 2 <= blocks && (blocks > fits * size || heads * size < 2 * sm_count)) size *= 2;
   const int each = (blocks + size - 1) / size;
   int cache_blocks = each < fits ? each : fits;
-  const int cache = cache_blocks * (wide ? Shared<128>::block_bytes : Shared<64>::block_bytes);
-  const int partial = wide ? Shared<128>::partial_bytes : Shared<64>::partial_bytes;
+  const int cache = cache_blocks * shared.block;
   cudaLaunchConfig_t cfg = {};
   cfg.gridDim = dim3((unsigned)(heads * size)), cfg.blockDim = dim3(kThreads), cfg.stream = stream;
-  cfg.dynamicSmemBytes = (wide ? Shared<128>::at_rest : Shared<64>::at_rest) + (cache > partial ? cache : partial);
+  cfg.dynamicSmemBytes = shared.rest + (cache > shared.partial ? cache : shared.partial);
   cudaLaunchAttribute attr[1];
   attr[0].id = cudaLaunchAttributeClusterDimension;
   attr[0].val.clusterDim.x = size, attr[0].val.clusterDim.y = 1, attr[0].val.clusterDim.z = 1;
@@ -379,7 +390,7 @@ cudaError_t launch_quantize(const Params &p, int sm_count, cudaStream_t stream) 
   const bool plain = p.k.vector && p.v.vector && !p.cu_k && !p.kv_starts && !p.key_index && !p.mask.data;
   const Mode mode = !plain ? kAny : p.bf16 ? kAlignedBf16 : kAlignedFp16;
   void *args[] = {const_cast<Params *>(&p), &cache_blocks};
-  return cudaLaunchKernelExC(&cfg, (const void *)kernel(wide, p.fp16_pv, mode), args);
+  return cudaLaunchKernelExC(&cfg, (const void *)kernel(dim, padded_v_dim(p.head_dim, p.v_head_dim), p.fp16_pv, mode), args);
 }
 
 }  // namespace sage2

@@ -12,7 +12,7 @@ struct QBuffer { uint32_t q, scale, dot; };                    // addresses: INT
 template<int DIM> SAGE2_DEV void store_q(const QBuffer &to, int row, int channel, const uint4 &x, bool bf16, float inverse) {
   float f[8];
   widen(x, bf16, f);
-  store_shared2(to.q + row / 64 * (64 * DIM) + swizzle(row % 64, channel, DIM), pack_s8(f[0], f[1], f[2], f[3], inverse), pack_s8(f[4], f[5], f[6], f[7], inverse));
+  store_shared2(to.q + row / 64 * (64 * DIM) + row_offset(row % 64, channel, DIM, 64), pack_s8(f[0], f[1], f[2], f[3], inverse), pack_s8(f[4], f[5], f[6], f[7], inverse));
 }
 SAGE2_DEV float dot8(const uint4 &x, bool bf16, const float *mean, float sum) {     // with K's mean: what smoothing took from the logits
   float f[8];
@@ -59,30 +59,32 @@ template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int firs
   async_proxy_fence();                                         // wgmma reads what plain stores wrote
   __syncwarp();
 }
-// Behind the consumers' backs, with few registers: 64 rows by one warp, through `raw`, 32 at a time. A lane finds the
+SAGE2_HD constexpr int prefetch_rows(int dim) { return dim > 128 ? 16 : 32; }
+// Behind the consumers' backs, with few registers: 64 rows by one warp, through `raw`, kRows at a time. A lane finds the
 // scale of a whole row by itself (no shuffles), then the warp quantizes row by row.
 template<int DIM>
 SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t raw, uint32_t raw_full, int &parity, const QBuffer &to) {
-  constexpr int kChunks = DIM / 8, kPass = 32 / kChunks;
+  constexpr int kChunks = DIM / 8, kPass = 32 / kChunks, kRows = prefetch_rows(DIM);
   const int lane = thread_index() & 31;
   const uint16_t *src = q_row(p, t, first);
   const int kv_head = t.kv_head;
   int left = uniform(t.q_len - t.row0 - first);                // rows that exist, from src on
   #pragma unroll 1
-  for (int part = first; part < first + 64; part += 32, left -= 32, src += 32 * p.q.token) {
+  for (int part = first; part < first + 64; part += kRows, left -= kRows, src += kRows * p.q.token) {
+    const int here = min(left, kRows);
     __syncwarp();                                              // every lane has read the rows before
     if (!p.q.vector) {
       const uint16_t *from = src + lane;
       #pragma unroll 1
-      for (int i = 0; i < min(left, 32); i++, from += p.q.token)
+      for (int i = 0; i < here; i++, from += p.q.token)
         #pragma unroll
         for (int d = 0; d < DIM; d += 32)
           if (d + lane < p.head_dim) store_shared16(raw + (i * DIM + d + lane) * 2, __ldg(from + d));
       __syncwarp();
     } else if (left > 0) {
-      if (lane == 0) barrier_expect(raw_full, min(left, 32) * p.head_dim * 2);
+      if (lane == 0) barrier_expect(raw_full, here * p.head_dim * 2);
       __syncwarp();
-      if (lane < left) bulk_load(raw + lane * DIM * 2, src + (thread_index() & 31) * p.q.token, p.head_dim * 2, raw_full);   // not kept: registers are short
+      if (lane < here) bulk_load(raw + lane * DIM * 2, src + (thread_index() & 31) * p.q.token, p.head_dim * 2, raw_full);   // not kept: registers are short
       barrier_wait(raw_full, parity);
       parity ^= 1;
     }
@@ -92,7 +94,7 @@ SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t ra
     };
     uint32_t top = 0;
     float dot = 0.f;
-    if (lane < left) {
+    if (lane < here) {
       #pragma unroll 4
       for (int i = 0; i < kChunks; i++) top = max_magnitude(top, chunk(lane, (i + lane) % kChunks * 8));     // rotated: no bank conflicts
       if (p.need_dot) {
@@ -102,10 +104,12 @@ SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t ra
       }
     }
     const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));           // no such row: scale and inverse are zero
-    store_shared(to.scale + 4 * row_slot(part + lane), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
-    store_shared(to.dot + 4 * row_slot(part + lane), __float_as_uint(dot * p.scale));
+    if (kRows == 32 || lane < kRows) {
+      store_shared(to.scale + 4 * row_slot(part + lane), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
+      store_shared(to.dot + 4 * row_slot(part + lane), __float_as_uint(dot * p.scale));
+    }
     #pragma unroll 2
-    for (int i = 0; i < 32; i += kPass) {
+    for (int i = 0; i < kRows; i += kPass) {
       const int row = i + lane / kChunks, channel = lane % kChunks * 8;
       store_q<DIM>(to, part + row, channel, chunk(row, channel), p.bf16, __shfl_sync(~0u, s8.inverse, row));
     }

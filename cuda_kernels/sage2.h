@@ -40,9 +40,11 @@ typedef struct Sage2Args {
   uint32_t flags;
   int32_t device, dtype, recipe;
   int32_t batch, heads, kv_heads, q_len, kv_len, head_dim;
+  int32_t v_head_dim;            /* of v and out; at most head_dim rounded up to 64, 128 or 256 */
   float scale;                   /* of the softmax, before any log2(e) */
-  const void *q, *k, *v;         /* [batch, heads, q_len, head_dim], [batch, kv_heads, kv_len, head_dim] */
-  void *out;                     /* as q, same dtype */
+  int32_t reserved;
+  const void *q, *k, *v;         /* [batch, heads, q_len, head_dim], [batch, kv_heads, kv_len, head_dim or v_head_dim] */
+  void *out;                     /* as q but for v_head_dim, same dtype */
   float *lse;                    /* [batch, heads, q_len] contiguous, natural log of the sum of exp of the true scaled scores; or null */
   const int32_t *kv_lens;        /* on the device, [batch]: item b sees keys [0, kv_lens[b]); or null */
   void *workspace;               /* 256-byte aligned */

@@ -29,8 +29,12 @@ SAGE2_HD constexpr int swizzle(int row, int byte, int pitch) {
   return row * pitch + ((((byte >> 4) ^ x) << 4) | (byte & 15));
 }
 
-// K image: 128 rows of `dim` INT8 channels (dim 64 or 128).
-SAGE2_HD constexpr int k_offset(int token, int channel, int dim) { return swizzle(token, channel, dim); }
+// Rows of `dim` INT8 channels: one panel of 64 or 128 channels, or, dim 256, two panels of 128 channels after each other.
+SAGE2_HD constexpr int row_offset(int row, int channel, int dim, int rows) {
+  return dim <= 128 ? swizzle(row, channel, dim) : channel / 128 * (rows * 128) + swizzle(row, channel % 128, 128);
+}
+// K image: 128 such rows.
+SAGE2_HD constexpr int k_offset(int token, int channel, int dim) { return row_offset(token, channel, dim, kTileTokens); }
 
 // Tokens that share one INT8 scale: the paper's per-thread groups for wgmma. A thread of the score accumulator
 // holds columns 8i + 2c + {0, 1} with c = lane % 4, so it needs one scale.

@@ -102,10 +102,15 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         dropout=options.dropout_p > 0,
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
         batch=query.shape[0],
-        crossover=crossover.lengths(query.device.index, query.shape[-1], options.right == 0)
+        crossover=crossover.lengths(query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0)
         if backend == "sm90"
         else (),
     )
+
+
+def _width(head_dim: int, v_head_dim: int) -> int:
+    """The head_dim whose break-even lengths count: more than 128 channels of V cost the kernel as much as 256 do."""
+    return 256 if v_head_dim > 128 else head_dim
 
 
 def choose(

@@ -241,6 +241,7 @@ def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
         return "int4"
     if call.dtype == "float32":
         return "dtype_float32"
-    if call.head_dim > 128:
+    if call.head_dim > (128 if recipe.pv == "fp16" else 256):
         return "head_dim"
-    return "v_head_dim" if call.v_head_dim != call.head_dim else None
+    held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
+    return "v_head_dim" if call.v_head_dim > held else None

@@ -106,7 +106,7 @@ def test_the_batch_keeps_the_work_in_bounds() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--head-dims", "64,256"], "head_dims: 256 cannot be measured; the kernels take 1 to 128"),
+        (["--head-dims", "64,300"], "head_dims: 300 cannot be measured; the kernels take 1 to 256"),
         (["--lengths", "1K"], "--lengths must be whole numbers"),
         (["--lengths", "0"], "lengths: 0 cannot be measured"),
         (["--masks", "window"], "the kernels take full and causal"),

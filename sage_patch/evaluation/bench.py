@@ -87,7 +87,7 @@ def shapes(
     """
     head_dims, lengths, masks = list(head_dims), list(lengths), list(masks)
     for what, found, allowed in (
-        ("head_dims", [d for d in head_dims if not 1 <= d <= 128], "1 to 128"),
+        ("head_dims", [d for d in head_dims if not 1 <= d <= 256], "1 to 256"),
         ("lengths", [n for n in lengths if n < 1], "1 or more"),
         ("masks", [m for m in masks if m not in ("full", "causal")], "full and causal"),
     ):
@@ -313,7 +313,12 @@ def _candidates(
     why_null: dict[str, str] = {}
     scale = 1 / math.sqrt(query.shape[-1])
     for recipe in plan.recipes:
-        call = library.make_call(query, key, value, scale=scale, is_causal=is_causal, recipe=recipe)
+        prefix = RECIPES[recipe]
+        try:
+            call = library.make_call(query, key, value, scale=scale, is_causal=is_causal, recipe=recipe)
+        except library.UnsupportedCall as error:
+            why_null |= {f"{prefix}_op": _reason(error), f"{prefix}_kernel": _reason(error)}
+            continue
         call.prepare()
 
         def whole(recipe: str = recipe) -> Tensor:
@@ -327,7 +332,6 @@ def _candidates(
             call.prepare()
             return call.out
 
-        prefix = RECIPES[recipe]
         found |= {f"{prefix}_op": whole, f"{prefix}_kernel": kernel, f"{prefix}_prepare": prepare}
     for name in plan.peers:
         try:

@@ -22,7 +22,7 @@ from sage_patch.kernels import build
 STEP = 256  # lengths are rounded up to a multiple
 NEVER = 1 << 40  # the length of a recipe that was slower at every measured length (null in the file)
 # The exact peers of a benchmark row: the backends that torch itself may choose.
-EXACT_PEERS = ("sdpa_cudnn", "sdpa_fa2")
+EXACT_PEERS = ("sdpa_cudnn", "sdpa_fa2", "sdpa_default")
 OPS = {"qk_int8_pv_fp8": "sage2_op", "qk_int8_pv_fp16": "sage2_pv_fp16_op"}
 
 Card = dict[str, Any]  # {"measured": how, "head_dims": {"128": {"full" | "causal": {recipe: length or None}}}}

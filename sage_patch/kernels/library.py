@@ -22,7 +22,7 @@ _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 _CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K = 1, 2, 4, 8
 
 # struct Sage2Args of sage2.h: what every call has, and what only calls with `Extras` have
-_CORE = struct.Struct("@IIiiiiiiiiifPPPPPPPNP12q")
+_CORE = struct.Struct("@IIiiiiiiiiiifiPPPPPPPNP12q")
 _TAIL = struct.Struct("@PPqPPP4qPfiii")
 _SIZE = _CORE.size + _TAIL.size
 _NO_EXTRAS = _TAIL.pack(*[0] * 11, 0.0, -1, -1, 0)
@@ -120,7 +120,7 @@ def _pack(
     """Checks, allocations and the packed struct: (args, out, lse, workspace, the inputs it points to)."""
     dtype, index, qs, ks = query.dtype, query.get_device(), query.shape, key.shape
     if (
-        ks != value.shape
+        ks[:3] != value.shape[:3]
         or qs[0] != ks[0]
         or qs[3] != ks[3]
         or key.dtype != dtype
@@ -143,7 +143,12 @@ def _pack(
         qt, kt, vt = query.stride(), key.stride(), value.stride()
     lens = _address("kv_lens", kv_lens, torch.int32, (qs[0],), index)
     h, n = (1, 2) if tensor_layout == "HND" else (2, 1)
-    if tensor_layout == out_layout:
+    dv = value.shape[3]
+    if dv != qs[3]:
+        there = qs[:3] if tensor_layout == out_layout else (qs[0], qs[2], qs[1])
+        out = query.new_empty((*there, dv))
+        out = out if tensor_layout == out_layout else out.transpose(1, 2)
+    elif tensor_layout == out_layout:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     elif qt == (qs[1] * qs[2] * qs[3], qs[3], qs[1] * qs[3], 1):
         out = torch.empty_like(query)  # takes the query's own strides, which are those of the other layout
@@ -158,17 +163,17 @@ def _pack(
             out.zero_()
             if lse is not None:
                 lse.fill_(-math.inf)
-    shape = (items, qs[h], ks[h], qs[n], ks[n], qs[3], recipe)
+    shape = (items, qs[h], ks[h], qs[n], ks[n], qs[3], dv, recipe)
     if extras is None:
         size = _workspace_sizes.get(shape) or workspace_bytes(*shape)
     else:
         size = _workspace_query(
-            _CORE.pack(_SIZE, flags, index, code, recipe, *shape[:-1], scale, *[0] * 5, lens, *[0] * 15) + tail
+            _CORE.pack(_SIZE, flags, index, code, recipe, *shape[:-1], scale, 0, *[0] * 5, lens, *[0] * 15) + tail
         )
     stream = torch._C._cuda_getCurrentRawStream(index)
     workspace, address = allocate(size, index, stream)
     args = _CORE.pack(
-        _SIZE, flags, index, code, recipe, *shape[:-1], scale,
+        _SIZE, flags, index, code, recipe, *shape[:-1], scale, 0,
         query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), lens,
         address, size, stream,
         qt[0], qt[h], qt[n], kt[0], kt[h], kt[n], vt[0], vt[h], vt[n], ot[0], ot[h], ot[n],
@@ -249,11 +254,13 @@ class Call:
 
 
 def workspace_bytes(*shape: int) -> int:
-    """shape: batch, heads, kv_heads, q_len, kv_len, head_dim, recipe"""
+    """shape: batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, recipe"""
     size = _workspace_sizes.get(shape)
     if size is None:
-        b, h, kh, n, kn, d, recipe = shape
-        size = _workspace_query(_CORE.pack(_SIZE, 0, 0, 0, recipe, b, h, kh, n, kn, d, 1.0, *([0] * 21)) + _NO_EXTRAS)
+        b, h, kh, n, kn, d, dv, recipe = shape
+        size = _workspace_query(
+            _CORE.pack(_SIZE, 0, 0, 0, recipe, b, h, kh, n, kn, d, dv, 1.0, 0, *([0] * 21)) + _NO_EXTRAS
+        )
         if len(_workspace_sizes) > 4096:
             _workspace_sizes.clear()
         _workspace_sizes[shape] = size

@@ -79,7 +79,7 @@ def emulate(
     sinks: Tensor | None = None,
 ) -> Stages:
     """query [batch, heads, q_len, head_dim], key and value [batch, kv_heads, kv_len, head_dim], float16 or bfloat16,
-    head_dim <= 128; recipe "qk_int8_pv_fp8" or "qk_int8_pv_fp16"; the other arguments as library.forward's and Extras'
+    head_dim <= 256; recipe "qk_int8_pv_fp8" or "qk_int8_pv_fp16"; the other arguments as library.forward's and Extras'
     (attn_mask has four dimensions). Sequences laid end to end: `sequences`."""
     query, key, value = query.cpu(), key.cpu(), value.cpu()
     batch, heads, q_len, d = query.shape

@@ -45,7 +45,7 @@ class Queries:
 
 
 def padded_dim(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def from_workspace(raw: Tensor, heads: int, blocks: int, dim: int, fp16: bool) -> Prepared:
@@ -65,8 +65,9 @@ def from_workspace(raw: Tensor, heads: int, blocks: int, dim: int, fp16: bool) -
     v_bytes = take(heads * blocks * tokens * dim * (2 if fp16 else 1), torch.uint8).view(heads, blocks, -1)
     if fp16:
         v = v_bytes.view(torch.float16)[:, :, ti.v16_offsets(dim) // 2]
-    else:
-        v = v_bytes[:, :, ti.v_offsets(dim)]
+    else:  # of 256 channels: all images of the first half, then those of the second
+        halves = v_bytes.view(-1, heads, blocks, tokens * min(dim, 128))
+        v = torch.cat([half[:, :, ti.v_offsets(min(dim, 128))] for half in halves], dim=-1)
     k_scale = take(heads * blocks * ti.SCALE_GROUPS, torch.float32).view(heads, blocks, ti.SCALE_GROUPS)
     vectors = []
     for _ in range(3):

@@ -45,9 +45,11 @@ def _grid(dim: int) -> tuple[Tensor, Tensor]:
 
 
 def k_offsets(dim: int) -> Tensor:
-    """Byte offset of (token, channel) in a K image, int64 [128, dim]; dim 64 or 128."""
+    """Byte offset of (token, channel) in a K image, int64 [128, dim]; dim 64, 128, or 256 in two panels of 128."""
     token, channel = _grid(dim)
-    return swizzle(token, channel, dim)
+    if dim <= 128:
+        return swizzle(token, channel, dim)
+    return channel // 128 * (TILE_TOKENS * 128) + swizzle(token, channel % 128, 128)
 
 
 def v_offsets(dim: int) -> Tensor:

@@ -21,6 +21,7 @@ LOOPS = {
     (128, 0): (436, {"IGMMA.64x128x32": 4, "QGMMA.64x136x32": 4}),
     (64, 0): (397, {"IGMMA.64x128x32": 2, "QGMMA.64x72x32": 4}),
     (128, 1): (514, {"IGMMA.64x128x32": 4, "HGMMA.64x128x16": 8}),
+    (256, 0): (510, {"IGMMA.64x128x32": 14, "QGMMA.64x136x32": 4}),  # six or eight steps of 32 channels
     (64, 1): (471, {"IGMMA.64x128x32": 2, "HGMMA.64x64x16": 8}),
 }
 
@@ -124,13 +125,15 @@ def test_packed_arguments_have_the_size_of_the_struct(tmp_path: Path) -> None:
 @NEEDS_NVCC
 def test_workspace_and_refusals(built: Path) -> None:
     for recipe, per_channel in ((0, 2), (1, 3)):
-        size = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, recipe)
+        size = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe)
         images = 4 * 8 * 4096 * 128 * per_channel
         assert images <= size <= images + (1 << 20)
     for shape, message in (
-        ((1, 2, 2, 4, 4, 129, 0), "head_dim 129"),
-        ((1, 3, 2, 4, 4, 64, 0), "multiple of kv_heads"),
-        ((0, 2, 2, 4, 4, 64, 0), "positive"),
+        ((1, 2, 2, 4, 4, 257, 257, 0), "head_dim 257"),
+        ((1, 2, 2, 4, 4, 129, 129, 1), "head_dim 129"),
+        ((1, 2, 2, 4, 4, 64, 65, 0), "v_head_dim 65"),
+        ((1, 3, 2, 4, 4, 64, 64, 0), "multiple of kv_heads"),
+        ((0, 2, 2, 4, 4, 64, 64, 0), "positive"),
     ):
         with pytest.raises((ValueError, library.UnsupportedCall), match=message):
             library.workspace_bytes(*shape)
