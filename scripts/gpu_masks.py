@@ -61,8 +61,8 @@ def cases(n: int) -> dict[str, dict[str, Any]]:
     half = torch.rand(1, n, device=cuda, generator=generator) > 0.5
     mixed = torch.rand(1, 1, n, n, device=cuda, generator=generator) > 0.5
     blocks = (torch.rand(n // 128, n // 128, device=cuda, generator=generator) > 0.5).repeat_interleave(128, 0)
-    sparse = blocks.repeat_interleave(128, 1)[None, None].clone()
-    sparse[..., 0] = True
+    tiles = blocks.repeat_interleave(128, 1)[None, None].clone()
+    tiles[..., 0] = True
     bias = torch.randn(1, 1, n, n, device=cuda, generator=generator, dtype=torch.bfloat16)
     sinks = torch.linspace(-2, 6, HEADS, device=cuda)
     keys = torch.arange(n, device=cuda)
@@ -87,7 +87,7 @@ def cases(n: int) -> dict[str, dict[str, Any]]:
         "softcap 50, causal": {"is_causal": True, "extras": Extras(softcap=50.0), "added": causal, "softcap": 50.0},
         "half of the keys padded": masked(Extras(key_padding=half), lambda rows: hide(~half), half[:, None, None]),
         "bool mask, every tile mixed": masked(Extras(attn_mask=mixed), lambda rows: hide(~mixed[0, 0, rows]), mixed),
-        "bool mask, half of the tiles": masked(Extras(attn_mask=sparse), lambda rows: hide(~sparse[0, 0, rows]), sparse),
+        "bool mask, half of the tiles": masked(Extras(attn_mask=tiles), lambda rows: hide(~tiles[0, 0, rows]), tiles),
         "bias, bf16": masked(Extras(attn_mask=bias), lambda rows: bias[0, 0, rows].double(), bias),
     }  # fmt: skip
 

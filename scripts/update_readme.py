@@ -84,7 +84,20 @@ def families() -> str:
         f"models ({counts['kinds']}): {counts['exact_equal']} of {counts['routed']} routed ones equal eager attention "
         f"within 1e-5 on the exact path, {counts['quantized_everywhere']} run every call quantized under the default "
         f"recipe and the rest say why not, and all {counts['refused']} with attention code of their own refuse. "
-        "Data in `docs/results/family_matrix.json`, made by `python scripts/family_matrix.py`."
+        "Data in `docs/results/family_matrix.json`, made by `python scripts/family_matrix.py`." + _diffusers_classes()
+    )
+
+
+def _diffusers_classes() -> str:
+    record = _load("diffusers_matrix.json")
+    counts = record["counts"]
+    return (
+        f"\n\nOf the {counts['classes']} transformer, UNet and ControlNet classes of diffusers "
+        f"{record['versions']['diffusers']}, {counts['outcomes']['routed']} were run as tiny random models: "
+        f"{counts['exact_bit_equal']} equal the unpatched model bit for bit on the exact path, "
+        f"{counts['quantized_everywhere']} run every call quantized under the default recipe and the rest say why not; "
+        f"{counts['outcomes']['refused']} refuse and {counts['outcomes']['built']} were planned but not run. Data in "
+        "`docs/results/diffusers_matrix.json`, made by `python scripts/diffusers_matrix.py`."
     )
 
 
@@ -119,7 +132,57 @@ def models() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"quickstart": quickstart, "pictures": pictures, "families": families, "models": models}
+def kernels() -> str:
+    """Speed of the default recipe beside its peers, and its error, at the lengths that people ask about."""
+    run = _load("kernels_h200.json")
+    columns = ("sage2_op", "sage2_kernel", "fa3_fp8_kernel", "cudnn_fp8_kernel", "fa3_bf16", "sdpa_cudnn")
+    lines = [
+        "| head_dim, mask, tokens | ours, whole call | ours, kernel alone | FA3 FP8, kernel alone "
+        "| cuDNN FP8, kernel alone | FA3 bf16 | cuDNN bf16 | rel. L1, ours | FA3 FP8 |",
+        "|---|" + "---|" * 8,
+    ]
+    for row in run["rows"]:
+        if row["kv_len"] in (4096, 8192, 32768):
+            cells = " | ".join(f"{row[c]:.0f}" for c in columns)
+            errors = " | ".join(f"{row['errors'][c]['rel_l1']:.4f}" for c in ("sage2_op", "fa3_fp8_kernel"))
+            mask = "causal" if row["is_causal"] else "full"
+            lines.append(f"| {row['head_dim']} {mask} {row['kv_len']} | {cells} | {errors} |")
+    facts, packages = run["environment"], run["environment"]["packages"]
+    lines += [
+        "",
+        f"TOPS on one {facts['device']} ({facts['power_limit']}, driver {facts['driver']}), bf16 inputs, N(0,1), torch "
+        f"{packages['torch']}, fa3-fwd {packages['fa3-fwd']}; `sage-patch bench`, every output checked against "
+        "float64 in the same run. FP8 peers start from inputs that are already quantized, our whole call from bf16. All lengths: [docs/results/kernels_h200.md](docs/results/kernels_h200.md).",
+    ]
+    return "\n".join(lines)
+
+
+def masks() -> str:
+    """What masks and the like cost the default recipe, beside torch's attention with the same mask."""
+    run = _load("masks_h200.json")
+    rows = [row for row in run["rows"] if row["recipe"] == "qk_int8_pv_fp8"]
+    lines = ["| 32,768 tokens | whole call, ms | torch, ms | rel. L1 |", "|---|---|---|---|"]
+    for row in rows:
+        torch_ms = f"{row['sdpa_ms']:.1f}" if "sdpa_ms" in row else "not in SDPA"
+        lines.append(f"| {row['case']} | {row['op_ms']:.1f} | {torch_ms} | {row['rel_l1']:.4f} |")
+    facts = run["environment"]
+    lines += [
+        "",
+        f"`qk_int8_pv_fp8`, batch 1, {rows[0]['num_heads']} heads, head_dim {rows[0]['head_dim']}, bf16, on one "
+        f"{facts['device']}, torch {facts['packages']['torch']}; `{run['command']}`. Added masks run no "
+        "faster than in torch, so they stay exact unless lengths are set (reason `mask_float`).",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "kernels": kernels,
+    "masks": masks,
+    "quickstart": quickstart,
+    "pictures": pictures,
+    "families": families,
+    "models": models,
+}
 
 
 def _load(name: str) -> Any:
