@@ -152,7 +152,8 @@ def kernels() -> str:
         "",
         f"TOPS on one {facts['device']} ({facts['power_limit']}, driver {facts['driver']}), bf16 inputs, N(0,1), torch "
         f"{packages['torch']}, fa3-fwd {packages['fa3-fwd']}; `sage-patch bench`, every output checked against "
-        "float64 in the same run. FP8 peers start from inputs that are already quantized, our whole call from bf16. All lengths: [docs/results/kernels_h200.md](docs/results/kernels_h200.md).",
+        "float64 in the same run. FP8 peers start from inputs that are already quantized, our whole call from bf16. "
+        "All lengths: [docs/results/kernels_h200.md](docs/results/kernels_h200.md).",
     ]
     return "\n".join(lines)
 
