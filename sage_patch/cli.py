@@ -1,4 +1,6 @@
-"""The command line: run | plan | bench | build | env. Heavy imports happen inside the commands, so that --help is fast.
+"""The command line: run | plan | evaluate | calibrate | ablate | report | bench | build | env.
+
+Heavy imports happen inside the commands, so that --help is fast.
 
 Exit codes: 0 done, 1 a target was missed or the self-test failed, 2 an error in what was asked for, 130 interrupted.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,8 +105,95 @@ def plan(
 
 
 @app.command()
+def evaluate(
+    config: Config,
+    set_: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for results.json and results.md.  [default: evaluate in output]")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what results.json holds already.")] = False,
+) -> None:
+    """Quality and speed of the policy and its rivals beside the unpatched model; continues where it was stopped."""
+    with _clean_errors("finished parts are in results.json, and the same command continues after them"):
+        from sage_patch.config import load_run_config
+
+        loaded = load_run_config(config, set_ or [])
+        folder = Path(output) if output is not None else Path(loaded.output) / "evaluate"
+        folder.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+
+        from sage_patch.evaluation.evaluate import evaluate as evaluate_run
+        from sage_patch.evaluation.evaluate_tables import evaluation_tables
+        from sage_patch.evaluation.tables import show, write_results
+
+        console = _console()
+        command = shlex.join(["sage-patch", *sys.argv[1:]])
+        with _progress(console) as progress:
+            results = evaluate_run(loaded, command, folder, progress, _say, fresh)
+        tables = evaluation_tables(results)
+        files = write_results(folder, results, tables)
+        show(tables, console)
+        _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
+        missed = [t for t in results["targets"] if not t["met"]]
+        if missed:
+            _say(f"{len(missed)} of {len(results['targets'])} targets missed")
+            raise typer.Exit(1)
+
+
+@app.command()
+def calibrate(
+    config: Config,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BOUND", help="Such as ppl<=+0.5%, kl<=0.003, psnr>=30, speed>=1.2; several may be given."
+        ),
+    ] = None,
+    set_: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The policy file.  [default: policy.yaml in the output folder]")
+    ] = None,
+    budget_minutes: Annotated[float, typer.Option(min=0.1, help="Begin no run that would end later.")] = 15.0,
+    card: Annotated[
+        str,
+        typer.Option(metavar="CARD", help="Whose speeds to choose by: hopper, ada.  [auto: the GPU here, else ada]"),
+    ] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Folder for calibrate.json and for what was measured.")] = None,
+) -> None:
+    """Find the cheapest policy that meets a target on the end result, and write it as a file."""
+    deadline = time.monotonic() + 60 * budget_minutes
+    with _clean_errors("no policy was written; what was measured is kept, and the same command goes on from it"):
+        from sage_patch.config import load_run_config, policy_to_yaml
+        from sage_patch.evaluation.targets import parse_targets
+
+        loaded = load_run_config(config, set_ or [])
+        targets = parse_targets(target or [], loaded.task.kind)
+        folder = Path(output) if output is not None else Path(loaded.output)
+        path = out if out is not None else folder / "policy.yaml"
+
+        from sage_patch.evaluation import calibrate as calibration
+        from sage_patch.evaluation import calibrate_tables
+        from sage_patch.evaluation.judge import judge_for
+        from sage_patch.evaluation.tables import show
+
+        _say(
+            f"budget {budget_minutes:g} min: every rung scored at every site, then at most {calibration.MAX_RUNS} full "
+            f"runs; what is measured is kept in {folder / calibration.STATE_NAME}"
+        )
+        console = _console()
+        command = shlex.join(["sage-patch", *sys.argv[1:]])
+        with _progress(console) as progress:
+            judge = judge_for(loaded, progress)
+            model = calibration.cost_model(card, judge.device)
+            found = calibration.calibrate(judge, targets, loaded.policy.build(), model, folder, deadline, command)
+        tables = calibrate_tables.calibrate_tables(found.results)
+        show(tables, console)
+        files = calibrate_tables.write_calibration(folder, path, found, tables, policy_to_yaml(found.policy))
+        _say(f"{found.results['seconds']:.0f} s; wrote {', '.join(map(str, files))}")
+
+
+@app.command()
 def bench(
-    head_dims: Annotated[str, typer.Option(metavar="D,...", help="Head dimensions, up to 128.")] = "128,64",
+    head_dims: Annotated[str, typer.Option(metavar="D,...", help="Head dimensions, up to 256.")] = "128,64",
     lengths: Annotated[
         str | None, typer.Option(metavar="N,...", help="Sequence lengths.  [default: 1024 to 32768; crossover: 256 up]")
     ] = None,
@@ -158,6 +248,59 @@ def bench(
             _say(f"wrote {path}")
         if out is not None:
             _say(f"wrote {', '.join(map(str, write_bench(out, result, plot)))}")
+
+
+@app.command()
+def ablate(
+    config: Config,
+    set_: Overrides = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Windows, pictures or clips whose calls are captured.")] = 1,
+    per_site: Annotated[int, typer.Option(min=1, help="Calls kept of a site, evenly spread over its calls.")] = 4,
+    site: Annotated[
+        str | None, typer.Option(help="The site to take apart.  [default: the one INT4 without smoothing damages most]")
+    ] = None,
+    head: Annotated[int | None, typer.Option(min=0, help="Its query head.  [default: likewise]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for ablation.json, ablation.md and anatomy.json.  [default: output]")
+    ] = None,
+) -> None:
+    """What smoothing, scale granularity and the type of P and V buy on your model's own tensors."""
+    with _clean_errors():
+        from sage_patch.config import load_run_config
+
+        loaded = load_run_config(config, set_ or [])
+        folder = Path(out) if out is not None else Path(loaded.output)
+        folder.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+
+        from sage_patch.evaluation import ablate_run
+
+        console = _console()
+        command = shlex.join(["sage-patch", *sys.argv[1:]])
+        with _progress(console) as progress:
+            found = ablate_run.ablate_model(loaded, config.stem, progress, jobs, per_site, site, head)
+        files = ablate_run.write_ablation(folder, command, {config.stem: found})
+        console.file.write(files[1].read_text())
+        _say(f"wrote {_written(files)}")
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="results.json, ablation.json, anatomy.json, bench.json, or a policy (YAML), in any order."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for index.html and report.md.")] = Path("report"),
+    title: Annotated[str, typer.Option(help="The page's title.")] = "Quantized attention: what it costs and gains",
+) -> None:
+    """One page, without network, from any number of results files and policies."""
+    with _clean_errors():
+        from sage_patch.config import load_policy
+        from sage_patch.evaluation.report import write_report
+
+        policies = {path: load_policy(path) for path in files if path.suffix in (".yaml", ".yml")}
+        results = [path for path in files if path not in policies]
+        command = shlex.join(["sage-patch", *sys.argv[1:]])
+        _say(f"wrote {_written(write_report(results, policies, out, title, command))}")
 
 
 @app.command()
@@ -274,12 +417,12 @@ def _progress(console: Console, loads_models: bool = True) -> Iterator[Progress]
 
 
 @contextmanager
-def _clean_errors() -> Iterator[None]:
+def _clean_errors(interrupted: str = "nothing was written") -> Iterator[None]:
     """Errors that a person can act on become one message and exit code 2; Ctrl-C becomes 130."""
     try:
         yield
     except KeyboardInterrupt:
-        _say("interrupted; nothing was written")
+        _say(f"interrupted; {interrupted}")
         raise typer.Exit(130) from None
     except (ValueError, RuntimeError) as error:
         # Every error class of this package tells what was asked, what was found and what to do.

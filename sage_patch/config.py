@@ -8,6 +8,7 @@ folder. What the keys are is in `schema.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -24,7 +25,8 @@ class ConfigError(ValueError):
 
 
 SectionT = TypeVar("SectionT", bound=Section)
-_PATHS = (("model", "path"), ("task", "text"), ("output",))
+_WEIGHTS = (("evaluate", "lpips"), ("evaluate", "clip"), ("evaluate", "fid"))
+_PATHS = (("model", "path"), ("task", "text"), ("output",), *_WEIGHTS)
 
 
 def load_policy(source: str | Path | Mapping[str, Any]) -> Policy:
@@ -41,11 +43,14 @@ def load_policy(source: str | Path | Mapping[str, Any]) -> Policy:
 
 def policy_to_yaml(policy: Policy) -> str:
     """YAML text that `load_policy` reads back to an equal policy; what is at its default is left out."""
-    fields = [name for name in PolicySpec.model_fields if name not in ("version", "rules")]
+    fields = [name for name in PolicySpec.model_fields if name not in ("version", "rules", "calibration")]
     value: dict[str, Any] = {"version": SCHEMA_VERSION, "recipe": policy.recipe}
     value |= {n: getattr(policy, n) for n in fields if getattr(policy, n) != getattr(Policy(), n)}
     if policy.rules:
         value["rules"] = [_written(rule) for rule in policy.rules]
+    if policy.calibration is not None:
+        record = {f.name: getattr(policy.calibration, f.name) for f in fields_of(policy.calibration)}
+        value["calibration"] = {n: _plain(v) for n, v in record.items()}
     return write_yaml(value)
 
 
@@ -95,6 +100,11 @@ def _written(rule: Rule) -> dict[str, Any]:
     value |= {name: span.written() for name, span in value.items() if isinstance(span, Span)}
     value["score"] = dict(rule.score) if rule.score is not None else None
     return {name: v for name, v in value.items() if v is not None and (name, v) != ("match", "*")}
+
+
+def _plain(value: Any) -> Any:
+    """A mapping or tuple as YAML holds it."""
+    return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
 
 
 def _get(value: Any, path: tuple[str, ...]) -> Any:
@@ -151,6 +161,8 @@ def _resolve_path(document: Document, where: tuple[str, ...], base: Path) -> Non
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             document.report(where, f"no such folder: {full.resolve()}")
         return
+    if where in _WEIGHTS and not full.exists():
+        document.report(where, f"no such file or folder: {full.resolve()}")
     if where == ("task", "text") and not full.is_file():
         document.report(where, f"no such file: {full.resolve()}")
     _get(document.value, where[:-1])[where[-1]] = str(full.resolve())

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.integrations import sites as site_finder
 from sage_patch.integrations.diffusers import (
     carrier_of,
@@ -36,7 +37,7 @@ from sage_patch.integrations.source import MaskStyle
 from sage_patch.integrations.steps import StepClock, StepSwitch, scheduler_problem, stepped_sites
 from sage_patch.integrations.transformers import OwnAttentionError, config_copies, mask_styles, register
 from sage_patch.kernels import ops
-from sage_patch.policy import AttentionSite, Plan, Policy, resolve
+from sage_patch.policy import AttentionSite, Plan, Policy, PolicyError, resolve
 from sage_patch.recipes import parse_recipe
 
 _HANDLE_NUMBERS = itertools.count(1)
@@ -175,7 +176,8 @@ def apply(model: Any, policy: Policy | None = None) -> Handle:
     model: a transformers model, a diffusers transformer or UNet, or a diffusers pipeline, of which the denoising
     models are patched. Everything is checked before anything changes. Raises PatchError if the model is compiled,
     already patched or has nothing to patch, OwnAttentionError if it attends in its own code, PolicyError if the policy
-    does not fit, and kernels.build.BuildError if the model is on a GPU whose kernels can neither be found nor compiled.
+    does not fit or was calibrated on another model, and kernels.build.BuildError if the model is on a GPU whose kernels
+    can neither be found nor compiled.
     """
     found = _inspect(model)
     policy = policy if policy is not None else Policy()
@@ -220,6 +222,11 @@ def plan(model: Any, policy: Policy | None = None) -> Plan:
     return _resolve(model, policy if policy is not None else Policy(), _inspect(model))
 
 
+def model_hash(model: Any) -> str:
+    """The hash by which a calibrated policy knows its model or pipeline. Raises as apply()."""
+    return hash_of(_inspect(model).parts)
+
+
 def stats() -> list[dict[str, Any]]:
     """Calls of models that use attn_implementation="sage2" without apply(), and of direct sage_attention calls."""
     rows = []
@@ -242,10 +249,14 @@ def stats() -> list[dict[str, Any]]:
 class _Found:
     """What _inspect saw: sites that ask transformers' registry, sites with a diffusers processor, and the rest."""
 
-    roots: list[nn.Module]
+    parts: dict[str, nn.Module]  # what gets patched, by the prefix of its sites' names
     routed: list[tuple[AttentionSite, nn.Module]]
     processed: list[tuple[AttentionSite, nn.Module]]
     unrouted: list[tuple[str, str]]
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        return list(self.parts.values())
 
     @property
     def sites(self) -> list[tuple[AttentionSite, nn.Module]]:
@@ -288,11 +299,15 @@ def _inspect(model: Any) -> _Found:
                 "which sage_patch does not reach; the model is unchanged"
             )
         raise PatchError(f"{name} has no attention site that sage_patch knows; nothing to patch")
-    return _Found(list(parts.values()), routed, processed, unrouted)
+    return _Found(parts, routed, processed, unrouted)
 
 
 def _resolve(model: Any, policy: Policy, found: _Found) -> Plan:
-    """The checked plan; PatchError if it has rules by step and the pipeline's scheduler cannot be followed."""
+    """The checked plan. PolicyError if the policy was calibrated on another model, PatchError if it has rules by step
+    and the pipeline's scheduler cannot be followed."""
+    stale = why_stale(policy.calibration, found.parts) if policy.calibration is not None else None
+    if stale:
+        raise PolicyError(stale)
     plan = resolve(policy, [site for site, _ in found.sites], has_steps=bool(found.processed) and not found.routed)
     scheduler = _scheduler_of(model)
     problem = scheduler_problem(model, scheduler) if scheduler is not None and stepped_sites(plan) else None

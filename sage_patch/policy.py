@@ -23,6 +23,7 @@ OnUnsupported = Literal["exact", "error"]
 
 ROLES: tuple[str, ...] = ("self", "cross", "joint")
 ON_UNSUPPORTED: tuple[str, ...] = ("exact", "error")
+CALIBRATION_SCHEMA = 1  # of `Calibration` and of what its figures mean
 MAX_VARIANTS = 3  # distinct plans over the steps of one request: each may cost a compiled model one recompile
 
 
@@ -164,13 +165,34 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What a calibrated policy was made for, and what it achieved there. A policy of another model is refused.
+
+    model_hash: of `patch.model_hash`. targets: as they were asked for ("kl<=0.003"). achieved: the end metrics
+    of the confirming run. cost: attention time relative to exact, predicted for `card`. setting: task, device, versions
+    and whatever else says how it was measured, for people.
+    """
+
+    schema_version: int
+    model_hash: str
+    targets: tuple[str, ...]
+    achieved: Mapping[str, float]
+    cost: float
+    card: str
+    date: str
+    command: str
+    setting: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Policy:
     """The recipe of every site: a default and rules, of which the last matching one wins.
 
     recipe: a name of `recipes.recipe_names()`, or a variant of one. on_unsupported: a call that the recipe
     cannot run goes "exact", counted with its reason, or is an "error". quantize_fp32: quantize float32 inputs
     too. min_q_len, min_kv_len: fewer query rows or keys go exact; None takes the values of `recipes.Limits`. With
-    both None, calls that a card's measurements say are faster exact go exact too (reason "short").
+    both None, calls that a card's measurements say are faster exact go exact too (reason "short"). calibration: which
+    model the rules were measured on; a policy without one fits any model.
     """
 
     recipe: str = AUTO
@@ -179,6 +201,7 @@ class Policy:
     min_q_len: int | None = None
     min_kv_len: int | None = None
     rules: Sequence[Rule] = ()
+    calibration: Calibration | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))

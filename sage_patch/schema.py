@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
-from sage_patch.policy import OnUnsupported, Policy, Role, Rule, Span
+from sage_patch.policy import Calibration, OnUnsupported, Policy, Role, Rule, Span
 from sage_patch.recipes import AUTO, parse_recipe
 
 SCHEMA_VERSION = 1
@@ -48,6 +48,25 @@ class RuleSpec(Section):
     score: dict[str, float] | None = None
 
 
+class CalibrationSpec(Section):
+    """The YAML form of `policy.Calibration`. Whether it fits a model is asked where the two meet."""
+
+    schema_version: int
+    model_hash: str
+    targets: list[str]
+    achieved: dict[str, float]
+    cost: float
+    card: str
+    date: str
+    command: str
+    setting: dict[str, str] = {}
+
+    def build(self) -> Calibration:
+        """The record itself."""
+        values = {name: getattr(self, name) for name in CalibrationSpec.model_fields}
+        return Calibration(**values | {"targets": tuple(self.targets)})
+
+
 class PolicySpec(Section):
     """The YAML form of `policy.Policy`."""
 
@@ -58,12 +77,15 @@ class PolicySpec(Section):
     min_q_len: Annotated[int, Field(ge=1)] | None = None
     min_kv_len: Annotated[int, Field(ge=1)] | None = None
     rules: list[RuleSpec] = []
+    calibration: CalibrationSpec | None = None
 
     def build(self) -> Policy:
         """The policy itself."""
-        own = {name: getattr(self, name) for name in PolicySpec.model_fields if name not in ("version", "rules")}
+        built = ("version", "rules", "calibration")
+        own = {name: getattr(self, name) for name in PolicySpec.model_fields if name not in built}
         rules = [Rule(**{name: getattr(r, name) for name in RuleSpec.model_fields}) for r in self.rules]
-        return Policy(rules=rules, **own)
+        calibration = None if self.calibration is None else self.calibration.build()
+        return Policy(rules=rules, calibration=calibration, **own)
 
 
 class ModelSpec(Section):
@@ -161,6 +183,21 @@ TARGETS = {
 }
 
 
+class EvaluateSpec(Section):
+    """What `sage-patch evaluate` measures beside the task.
+
+    needle_lengths: tokens of the needle test's texts, an empty list for none; left out, those of 256, 512 and 1024 that
+    the model reads. needle_depths: where the needle lies in them, 0 at the front to 1 at the end. lpips, fid: a
+    TorchScript file of the network; clip: a folder with a CLIPModel of transformers. Nothing is downloaded.
+    """
+
+    needle_lengths: list[Annotated[int, Field(ge=1)]] | None = None
+    needle_depths: list[Annotated[float, Field(ge=0, le=1)]] = [0.0, 0.5, 1.0]
+    lpips: str | None = None
+    clip: str | None = None
+    fid: str | None = None
+
+
 class RunConfig(Section):
     """One run: a model, a policy, a task, the recipes measured beside the policy, and where results go.
 
@@ -173,5 +210,6 @@ class RunConfig(Section):
     policy: PolicySpec = PolicySpec()
     compare: list[RecipeName] = []
     targets: dict[str, TargetSpec] = {}
+    evaluate: EvaluateSpec | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     output: str = "runs/latest"

@@ -135,11 +135,15 @@ def flux() -> tuple[nn.Module, dict[str, Any]]:
     return model, inputs
 
 
-SHAPES: dict[str, tuple[str, Callable[[], tuple[nn.Module, dict[str, Any]]]]] = {
-    "wan": ("Wan-2.1-14B, 3 layers, 75,600 tokens", wan),
-    "cogvideox": ("CogVideoX-5B, 6 layers, 17,776 tokens", cogvideox),
-    "flux": ("Flux-dev, 4 + 8 layers, 4,608 tokens", flux),
-}
+Made = tuple[nn.Module, dict[str, Any]]
+# title, how it is made, and the shape of its self-attention, by which a report finds the kernel's time
+SHAPES: dict[str, tuple[str, Callable[[], Made], dict[str, Any]]] = {
+    "wan": ("Wan-2.1-14B, 3 layers, 75,600 tokens", wan, {"tokens": 75600, "head_dim": 128, "is_causal": False}),
+    "cogvideox": (
+        "CogVideoX-5B, 6 layers, 17,776 tokens", cogvideox, {"tokens": 17776, "head_dim": 64, "is_causal": False}
+    ),
+    "flux": ("Flux-dev, 4 + 8 layers, 4,608 tokens", flux, {"tokens": 4608, "head_dim": 128, "is_causal": False}),
+}  # fmt: skip
 
 
 class _FlashAttention3(TorchFunctionMode):
@@ -164,7 +168,7 @@ def _patched(model: nn.Module, recipe: str) -> Iterator[Any]:
 
 
 def shape(part: str, repeats: int) -> dict[str, Any]:
-    title, make = SHAPES[part]
+    title, make, attention = SHAPES[part]
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -172,7 +176,7 @@ def shape(part: str, repeats: int) -> dict[str, Any]:
         model, inputs = make()
     torch.set_default_dtype(default)
     model.eval()
-    row: dict[str, Any] = {"model": title, "repeats": repeats}
+    row: dict[str, Any] = {"model": title, "attention": attention, "repeats": repeats}
     ways: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         "sdpa_default": contextlib.nullcontext,
         "fa3_bf16": _FlashAttention3,

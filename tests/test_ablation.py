@@ -1,15 +1,20 @@
-"""The paper's orderings come out on tensors captured from a trained model, and capture leaves the model alone."""
+"""The paper's orderings come out on tensors captured from a trained model; capture is bounded and leaves it alone."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from sage_patch.cli import app
 from sage_patch.config import load_run_config
-from sage_patch.evaluation.ablation import capture, tables
+from sage_patch.evaluation.ablation import RUNGS, TABLES, AblationError, Capture, ablate, capture, measure, tables
 from sage_patch.evaluation.models import load_text_model
+from sage_patch.kernels import ops
+from tiny_pipelines import save_text_to_video
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -21,7 +26,7 @@ def measured() -> dict[str, dict[str, dict[str, float]]]:
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :640]
     calls = capture(model, lambda m: m(ids, use_cache=False), "lm-tiny-d128")
     assert len(calls) == 8 and calls[0].call.site == "model.layers.0.self_attn"
-    return {title: {r["recipe"]: r for r in rows} for title, rows in tables(calls[::2]).items()}
+    return {title: {r["recipe"]: r for r in rows} for title, rows in tables(measure(calls[::2])).items()}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -51,3 +56,65 @@ def test_capture_reverts_and_bounds_its_memory():
     ids = torch.arange(200)[None] + 5
     assert len(capture(model, lambda m: m(ids), "x", limit_bytes=1)) == 0
     assert model.config._attn_implementation == "sdpa"
+
+
+def a_call(site: str, number: int, kv_len: int = 128) -> ops.ObservedCall:
+    tensor = torch.full((1, 1, kv_len, 4), float(number))
+    return ops.ObservedCall(f"h1/{site}", tensor, tensor, tensor, None, 1.0, -1, -1, False)
+
+
+@pytest.mark.parametrize("made, kept", [(3, [0, 1, 2]), (4, [0, 2]), (5, [0, 2, 4]), (24, [0, 8, 16])])
+def test_a_site_keeps_few_calls_evenly_spread(made, kept):
+    found = Capture("x", per_site=3)
+    for number in range(made):
+        found.observe(a_call("a", number))
+        found.observe(a_call("b", number))
+    assert [int(c.call.key[0, 0, 0, 0]) for c in found.calls] == kept * 2
+    assert found.seen == 2 * made and found.used == len(found.calls) * 3 * 128 * 4 * 4
+
+
+def test_what_cannot_be_ablated_is_counted_and_said():
+    found = Capture("toy", limit_bytes=1)
+    found.observe(a_call("a", 0, kv_len=127))
+    found.observe(a_call("a", 0))
+    with pytest.raises(AblationError, match="toy: none of 2 attention calls can be ablated: 1 have fewer than 128"):
+        ablate(found)
+
+
+def run(config: Path, folder: Path, *options: str) -> tuple[dict, dict]:
+    """ablation.json and anatomy.json of the command."""
+    done = CliRunner().invoke(app, ["ablate", str(config), "--out", str(folder), *options])
+    assert done.exit_code == 0, done.output
+    assert "# Operator ablations on real tensors" in done.output
+    found = [json.loads((folder / f"{name}.json").read_text()) for name in ("ablation", "anatomy")]
+    return found[0]["models"][config.stem], found[1]["models"][config.stem]
+
+
+def test_the_command_makes_the_tables_of_a_language_model(tmp_path):
+    short = ["--set", "task.windows=2", "--set", "task.window_tokens=160"]
+    ablation, anatomy = run(ROOT / "configs/tiny.yaml", tmp_path, *short, "--site", "model.layers.2.self_attn")
+    assert (ablation["calls"], ablation["calls_seen"], ablation["tokens"]) == (8, 8, 160)
+    assert [(s["site"], s["recipe"]) for s in ablation["sites"][:3]] == [("model.layers.0.self_attn", r) for r in RUNGS]
+    assert set(ablation["tables"]) == set(TABLES) and anatomy["site"] == "model.layers.2.self_attn"
+
+
+def test_the_command_makes_the_tables_of_a_pipeline(tmp_path):
+    pipeline = save_text_to_video(tmp_path / "pipe")
+    config = tmp_path / "video.yaml"
+    config.write_text(f"""
+version: 1
+model: {{path: {pipeline}, dtype: float32, device: cpu, prompt_table: table.safetensors, latents_are_pixels: true}}
+policy: {{recipe: qk_int8_pv_fp8, quantize_fp32: true}}
+task: {{kind: video, prompts: [walk], steps: 2, height: 144, width: 128, num_frames: 17, guidance_scale: 1.0}}
+""")
+    ablation, anatomy = run(config, tmp_path, "--per-site", "1")
+    # of two blocks at two steps the self-attention, once each; cross-attention has four keys
+    assert ablation["calls"] == 2 and ablation["calls_short"] == 4 and ablation["calls_seen"] == 8
+    assert anatomy["site"].endswith("attn1") and not anatomy["causal"]
+
+
+def test_a_misspelt_site_is_found_before_the_long_work(tmp_path):
+    command = ["ablate", str(ROOT / "configs/tiny.yaml"), "--out", str(tmp_path), "--site", "nowhere"]
+    done = CliRunner().invoke(app, [*command, "--set", "task.windows=2", "--set", "task.window_tokens=160"])
+    assert done.exit_code == 2 and "no captured call of site 'nowhere'" in done.output
+    assert not (tmp_path / "ablation.json").exists()

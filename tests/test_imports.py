@@ -24,9 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"recipes", "reference"},  # only ops.py: see below
     "dispatch": {"recipes", "reference", "kernels"},
     "attention": {"dispatch", "recipes", "reference", "kernels"},
+    "fingerprint": {"policy"},
     "integrations": {"dispatch", "attention", "policy", "recipes"},
-    "patch": {"integrations", "dispatch", "attention", "kernels", "policy", "recipes"},
-    "evaluation": {"patch", "dispatch", "attention", "kernels", "reference", "schema", "policy", "recipes"},
+    "patch": {"integrations", "fingerprint", "dispatch", "attention", "kernels", "policy", "recipes"},
+    "evaluation": {"patch", "fingerprint", "dispatch", "attention", "kernels", "reference", "schema", "policy", "recipes"},
     "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
     "__main__": {"cli"},
     "_hook": {"integrations"},

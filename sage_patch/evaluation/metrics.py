@@ -79,7 +79,7 @@ class ExactWindow:
         self.probabilities = (self.logits - self.lse[:, None]).exp_()
         self.top = self.logits.argmax(-1)
         self.nll = _nll(self.logits, self.lse, tokens)
-        self.norm = float(self.logits.norm())
+        self.norm = math.sqrt(float(_row_dots(self.logits, self.logits).double().sum()))  # summed as `add` does
         self.l1 = float(self.logits.abs().sum(-1).double().sum())
 
 

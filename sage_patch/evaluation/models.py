@@ -92,6 +92,20 @@ def load_pipeline(spec: ModelSpec) -> Any:
     return pipeline.to(device)
 
 
+def load_clip(path: str, device: torch.device) -> tuple[nn.Module, Any]:
+    """(CLIPModel, its processor) of a local folder, on the device. Raises ModelError."""
+    if not Path(path).is_dir():
+        raise ModelError(f"evaluate.clip: no such folder: {path}")
+    try:
+        from transformers import CLIPModel, CLIPProcessor
+
+        model: nn.Module = CLIPModel.from_pretrained(path, local_files_only=True)
+        processor = CLIPProcessor.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"evaluate.clip: cannot load a CLIPModel from {path}: {error}") from error
+    return model.to(device).eval(), processor
+
+
 def _components(index: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
     """(library, class name) of every component in a model_index.json by name; None for those it goes without."""
     pairs = {n: v for n, v in index.items() if isinstance(v, (list, tuple)) and len(v) == 2 and not n.startswith("_")}

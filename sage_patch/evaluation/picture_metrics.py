@@ -64,6 +64,21 @@ def compare(actual: Tensor, exact: Tensor) -> PictureComparison:
     return PictureComparison(psnr.reshape(-1).tolist(), values["ssim"], values["ms_ssim"])
 
 
+def temporal_error(actual: Tensor, exact: Tensor) -> float | str:
+    """How far the motion of a clip [F, 3, H, W] is from the exact one's, 0 where equal, or why there is no value.
+
+    sum |(a_t+1 - a_t) - (e_t+1 - e_t)| / sum |e_t+1 - e_t|, over all frames, channels and pixels: flicker that is added
+    counts in full, an error that stays the same in all frames does not count.
+    """
+    if len(exact) < 2:
+        return "unavailable: one frame has no motion"
+    change, wanted = actual.double().diff(dim=0), exact.double().diff(dim=0)
+    motion = wanted.abs().sum()
+    if motion == 0:
+        return "unavailable: nothing moves in the unpatched clip"
+    return float((change - wanted).abs().sum() / motion)
+
+
 def summary(comparisons: Sequence[PictureComparison]) -> dict[str, Any]:
     """Mean and worst of each figure over all frames of all pictures; the reason where a figure is unavailable."""
     found: dict[str, Any] = {}

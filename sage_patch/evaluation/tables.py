@@ -181,11 +181,15 @@ def targets_tables(results: dict[str, Any]) -> list[Table]:
     if not results["targets"]:
         return []
     lines = [
-        (t["name"], t["what"], f"{t['bound']:g}", t["value"] if isinstance(t["value"], str) else f"{t['value']:.5f}",
-         "met" if t["met"] else "MISSED")
+        (t["name"], t["what"], f"{t['bound']:g}", _target_value(t["value"]), "met" if t["met"] else "MISSED")
         for t in results["targets"]
     ]  # fmt: skip
     return [Table("Targets", ("<measured", "<what", "bound", "value", "<result"), tuple(lines))]
+
+
+def _target_value(value: float | str | None) -> str:
+    """Read back from JSON, an infinite value is None."""
+    return value if isinstance(value, str) else "inf" if value is None else f"{value:.5f}"
 
 
 def _texts(results: dict[str, Any]) -> Table:

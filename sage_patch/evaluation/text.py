@@ -148,14 +148,14 @@ def _compare_windows(
         label = f"window {number + 1} of {len(windows)}"
         progress(f"{label}, unpatched", done, steps)
         with _outputs(model, names if number == 0 else []) as exact_outputs:
-            logits, seconds = _logits(model, tokens)
+            logits, seconds = forward_logits(model, tokens)
         exact = metrics.ExactWindow(logits, tokens)
         exact_seconds.append(seconds)
         done += 1
         for trial in trials:
             progress(f"{label}, {trial.name}", done, steps)
             with applied(model, trial.policy) as handle, _outputs(model, list(exact_outputs)) as outputs:
-                logits, seconds = _logits(model, tokens)
+                logits, seconds = forward_logits(model, tokens)
             trial.comparison.add(logits, exact)
             trial.seconds.append(seconds)
             for row in handle.stats():
@@ -166,7 +166,7 @@ def _compare_windows(
     return fmean(exact_seconds)
 
 
-def _logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
+def forward_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
     """(logits [T, vocab] of one window, seconds the forward took)."""
     start = time.perf_counter()
     logits = model(input_ids=tokens[None], use_cache=False).logits[0]
@@ -225,11 +225,11 @@ def _compare_generation(
 ) -> dict[str, Any]:
     """Greedy continuations of the prompts by the unpatched model and under the policy, and the policy's calls."""
     budget = task.max_new_tokens * len(task.prompts)
-    prompts = [_encode(tokenizer, prompt) for prompt in task.prompts]
+    prompts = [encode_prompt(tokenizer, prompt) for prompt in task.prompts]
 
     def generate_all(label: str) -> list[tuple[list[int], float]]:
         return [
-            _generate(model, tokenizer, p, task.max_new_tokens, lambda n, i=i: progress(label, i + n, budget))  # type: ignore[misc]
+            generate_greedy(model, tokenizer, p, task.max_new_tokens, lambda n, i=i: progress(label, i + n, budget))  # type: ignore[misc]
             for i, p in zip(range(0, budget, task.max_new_tokens), prompts, strict=True)
         ]
 
@@ -253,7 +253,7 @@ def _compare_generation(
     return {"prompts": rows, "agreement": fmean(r["agreement"] for r in rows), "calls": handle.stats()}
 
 
-def _encode(tokenizer: Any, prompt: str) -> Any:
+def encode_prompt(tokenizer: Any, prompt: str) -> Any:
     """The prompt as one user turn if the model has a chat template, else as it stands."""
     if getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": prompt}]
@@ -276,7 +276,7 @@ class _Ticker:
         return None
 
 
-def _generate(
+def generate_greedy(
     model: nn.Module, tokenizer: Any, inputs: Any, max_new_tokens: int, tick: Callable[[int], None]
 ) -> tuple[list[int], float]:
     """(new tokens of the greedy continuation, seconds)."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.kernels import library
+from sage_patch.kernels.stopwatch import Stopwatch
 from sage_patch.recipes import Recipe, parse_recipe
 from sage_patch.reference.attention import quantized_attention
 from sage_patch.reference.exact import exact_attention
@@ -72,6 +73,19 @@ def observe(observer: Callable[[ObservedCall], None]) -> Iterator[None]:
         yield
     finally:
         _OBSERVERS.remove(observer)
+
+
+_STOPWATCHES: list[Stopwatch] = []
+
+
+@contextlib.contextmanager
+def timed(watch: Stopwatch) -> Iterator[None]:
+    """Let `watch` run while the operator runs, for every attention call inside the with-block."""
+    _STOPWATCHES.append(watch)
+    try:
+        yield
+    finally:
+        _STOPWATCHES.remove(watch)
 
 
 def backend_for(device: torch.device) -> str:
@@ -152,12 +166,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tenso
         or query.device.type not in _DEVICES
     ):
         return attention(query, key, value, *rest)
-    return _body(query, key, value, *rest)
+    return _timed_body(query, key, value, *rest) if _STOPWATCHES else _body(query, key, value, *rest)
 
 
 def _attention(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _body(query, *rest)
+    out, lse = _timed_body(query, *rest) if _STOPWATCHES else _body(query, *rest)
     return out, lse if lse is not None else _no_lse(query)
+
+
+def _timed_body(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    with contextlib.ExitStack() as stack:
+        for watch in _STOPWATCHES:
+            stack.enter_context(watch.running(query.device))
+        return _body(query, *rest)
 
 
 def _body(
