@@ -172,6 +172,7 @@ def calibrate(
 
         from sage_patch.evaluation import calibrate as calibration
         from sage_patch.evaluation import calibrate_tables
+        from sage_patch.evaluation.choose import cost_model
         from sage_patch.evaluation.judge import judge_for
         from sage_patch.evaluation.tables import show
 
@@ -183,7 +184,7 @@ def calibrate(
         command = shlex.join(["sage-patch", *sys.argv[1:]])
         with _progress(console) as progress:
             judge = judge_for(loaded, progress)
-            model = calibration.cost_model(card, judge.device)
+            model = cost_model(card, judge.device)
             found = calibration.calibrate(judge, targets, loaded.policy.build(), model, folder, deadline, command)
         tables = calibrate_tables.calibrate_tables(found.results)
         show(tables, console)

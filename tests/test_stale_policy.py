@@ -56,7 +56,9 @@ def test_it_fits_its_own_model_also_while_that_was_copied_or_patched_before(mode
 
 def test_other_weights_are_refused_and_the_model_stays_untouched(model: nn.Module) -> None:
     other = text_model(seed=1)
-    with pytest.raises(PolicyError, match="the policy is stale: .* other weights, or another dtype, of the same") as caught:
+    with pytest.raises(
+        PolicyError, match="the policy is stale: .* other weights, or another dtype, of the same"
+    ) as caught:
         sage_patch.apply(other, calibrated(model))
     assert "calibrate again (sage-patch calibrate run.yaml --target 'kl<=0.003')" in str(caught.value)
     assert "delete the calibration section" in str(caught.value)

@@ -13,11 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sage_patch.evaluation import choose
 from sage_patch.evaluation.calibrate_state import NAME as STATE_NAME
-from sage_patch.evaluation.calibrate_state import Run, State, choice_key, open_state
+from sage_patch.evaluation.calibrate_state import Run, State, choice_key, key_of, open_state
 from sage_patch.evaluation.capture import MAX_WORK, Group, buckets_for, score_sites
 from sage_patch.evaluation.choose import EXACT, Choice, CostModel
 from sage_patch.evaluation.environment import environment
@@ -25,12 +23,12 @@ from sage_patch.evaluation.judge import LADDER, Judge
 from sage_patch.evaluation.targets import Target, damage_ratio, exact_misses
 from sage_patch.evaluation.text import near
 from sage_patch.policy import CALIBRATION_SCHEMA, Calibration, Policy
-from sage_patch.recipes import nearest
 
-__all__ = ["STATE_NAME", "CalibrationError", "Calibrated", "calibrate", "cost_model"]
+__all__ = ["STATE_NAME", "CalibrationError", "Calibrated", "calibrate"]
 
 INPUTS = 2  # windows or pictures that the sites are scored on
-MAX_RUNS = 10  # full runs, those of the single rungs among them
+MAX_RUNS = 12  # full runs, those of the single rungs among them
+MAX_PATHS = 4  # paths that are bisected, each with what the one before has shown
 MIN_GAIN = 0.003  # of exact attention time: a smaller gain is worth no further run
 _SLACK = 1.1  # of the longest run so far is what the next one is expected to take
 _SAFETY = 0.9  # of the allowed damage is aimed at, because errors are not quite independent
@@ -58,17 +56,6 @@ class _Trial:
     k: int | None
     met: bool
     ratio: float
-
-
-def cost_model(card: str, device: torch.device) -> CostModel:
-    """The cost model of a card by name; "auto" is that of the GPU the model runs on, and "ada" on a CPU, because its
-    ladder has every rung. Raises CalibrationError for an unknown card."""
-    if card == "auto":
-        on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        card = "hopper" if on_hopper else "ada"
-    if card not in choose.COST_MODELS:
-        raise CalibrationError(f"--card {card}: unknown{nearest(card, choose.COST_MODELS)}")
-    return choose.COST_MODELS[card]
 
 
 def calibrate(
@@ -100,7 +87,7 @@ class _Calibration:
         self.deadline, self.command, self.started = deadline, command, time.monotonic()
         self.buckets, self.no_buckets = buckets_for(judge)
         self.hash = judge.model_hash
-        self.state: State = open_state(folder, self._key())
+        self.state: State = open_state(folder, key_of(judge, self.base, self.buckets))
         self.trials: list[_Trial] = []
         self.full_runs = 0  # measured here, not taken from the state
         self.ended = ""
@@ -114,8 +101,7 @@ class _Calibration:
         self._score()
         cheapest = self._cheapest()
         self._single_rungs(cheapest)
-        path = choose.upgrade_path(self.groups, self.model)
-        self._bisect(path)
+        path = self._search()
         met = [t for t in self.trials if t.met]
         if not met:
             raise CalibrationError(self._unreachable())
@@ -148,6 +134,9 @@ class _Calibration:
     def _try(self, name: str, choice: Choice, k: int | None) -> _Trial | None:
         """A full run of a choice, or None (and `ended`) where the budget does not hold another one."""
         key = choice_key(choice)
+        tried = next((t for t in self.trials if choice_key(t.choice) == key), None)
+        if tried is not None:
+            return tried
         if key not in self.state.runs:
             if self.full_runs >= MAX_RUNS:
                 self.ended = f"the {MAX_RUNS} full runs that a calibration may take are used up"
@@ -163,7 +152,7 @@ class _Calibration:
             self.full_runs += 1
             self.state.runs[key] = self._measure(name, choice)
             self.state.save()
-        run = self._with_speed(self.state.runs[key], choice)
+        run = replace(self._with_speed(self.state.runs[key], choice), name=name)
         missing = [t for t in self.targets if not t.is_speed and math.isnan(t.value(run.metrics))]
         if missing:
             reason = run.unavailable.get(missing[0].figure.key, "it was not measured")
@@ -246,8 +235,31 @@ class _Calibration:
             if trial is None or trial.met:
                 return
 
-    def _bisect(self, path: list[Choice]) -> None:
-        """Shorten the bracket [lo, hi] on the path: lo is too cheap to meet the quality, hi too dear to be of use."""
+    def _search(self) -> list[Choice]:
+        """Bisect the path of upgrades; where the target hinged on one group, weigh it by that and bisect a new path."""
+        for number in range(MAX_PATHS):
+            path = choose.upgrade_path(self.groups, self.model)
+            hinge = self._bisect(path, f", path {number + 1}" if number else "")
+            if hinge is None or not self._reweigh(*hinge):
+                break
+        return path
+
+    def _reweigh(self, below: _Trial, above: _Trial) -> bool:
+        """Give the one group that tells two neighbours on the path apart the weight that their runs show, if that is
+        more than twice what its local error said."""
+        key = next(key for key in above.choice if above.choice[key] != below.choice[key])
+        now = choose.error(self.groups, above.choice)
+        expected = above.ratio * (choose.error(self.groups, below.choice) - now) / now if now else 0.0
+        if not expected > 0 or below.ratio - above.ratio < 2 * expected:
+            return False
+        group = next(g for g in self.groups if (g.site, g.bucket) == key)
+        group.sensitivity *= (below.ratio - above.ratio) / expected
+        return True
+
+    def _bisect(self, path: list[Choice], label: str) -> tuple[_Trial, _Trial] | None:
+        """Shorten the bracket [lo, hi] on the path: lo is too cheap to meet the quality, hi too dear to be of use.
+        Returns the runs at its two ends, where it ended between two neighbours that were both run."""
+        runs = {0: self.trials[0]}
         costs = [choose.cost(self.groups, c, self.model) for c in path]
         errors = [choose.error(self.groups, c) for c in path]
         lo, hi = 0, len(path) - 1
@@ -255,18 +267,20 @@ class _Calibration:
             best = min((t.cost for t in self.trials if t.met), default=math.inf)
             hi = next((k for k, c in enumerate(costs) if c >= best), hi)
         elif not self.trials[0].met:
-            return  # not even the cheapest choice is fast enough
+            return None  # not even the cheapest choice is fast enough
         while hi - lo > 1 and costs[hi] - costs[lo] >= MIN_GAIN:
             k = self._next(errors, lo, hi) if self._quality else (lo + hi) // 2
-            trial = self._try(f"{k} of {len(path) - 1} upgrades", path[k], k)
+            trial = self._try(f"{k} of {len(path) - 1} upgrades{label}", path[k], k)
             if trial is None:
-                return
+                return None
+            runs[k] = trial
             good = trial.met if self._quality else not trial.met
             fast = all(t.met_by(trial.run.metrics) for t in self.targets if t.is_speed)
             if good or (self._quality and not fast):
                 hi = k
             else:
                 lo = k
+        return (runs[lo], runs[hi]) if self._quality and hi - lo == 1 and hi in runs else None
 
     def _next(self, errors: list[float], lo: int, hi: int) -> int:
         """The shortest part of the path that is predicted to meet the targets, kept off the ends of the bracket."""
@@ -307,22 +321,8 @@ class _Calibration:
             "command again to go on, or give it more with --budget-minutes"
         )
 
-    def _key(self) -> dict[str, Any]:
-        """What scores and runs depend on. Targets and the card do not count: another one uses the same runs."""
-        config = self.judge.config.model_dump(mode="json", exclude_none=True)
-        packages = environment()["packages"]
-        return {
-            "schema": CALIBRATION_SCHEMA,
-            "model_hash": self.hash,
-            "task": near(config["task"]) | {"seed": config["seed"]},
-            "base": {n: getattr(self.base, n) for n in ("on_unsupported", "quantize_fp32", "min_q_len", "min_kv_len")},
-            "buckets": [[b.name, list(b.steps)] for b in self.buckets],
-            "device": str(self.judge.device),
-            "versions": {n: packages[n] for n in _packages(self.judge.kind)},
-        }
-
     def _record(self, best: _Trial) -> Calibration:
-        key, facts = self._key(), environment()
+        key, facts = self.state.key, environment()
         shown = [*_ACHIEVED, *(["speed"] if any(t.is_speed for t in self.targets) else [])]
         kept = {n: float(f"{v:.6g}") for n, v in best.run.metrics.items() if n in shown}
         task = key["task"]
@@ -381,7 +381,7 @@ class _Calibration:
             "speed": self.speed_is,
             "ended": self.ended,
             "unpatched": self.state.baseline,
-            "runs_reused": self.state.reused,
+            "reused": {"runs": self.state.reused, "seconds": self.state.reused_seconds},
             "seconds": time.monotonic() - self.started,
         }  # fmt: skip
 
@@ -393,7 +393,3 @@ _REMEDIES = {
 _ACHIEVED = (
     "kl", "top1", "ppl", "ppl_change", "agreement", "psnr", "worst_psnr", "ssim", "worst_ssim",
 )  # fmt: skip
-
-
-def _packages(kind: str) -> tuple[str, ...]:
-    return ("sage-patch", "torch", "transformers" if kind == "text" else "diffusers")

@@ -7,8 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sage_patch.evaluation.capture import Group
+from sage_patch.evaluation.capture import Bucket, Group
+from sage_patch.evaluation.environment import environment
+from sage_patch.evaluation.judge import Judge
 from sage_patch.evaluation.tables import write_whole
+from sage_patch.evaluation.text import near
+from sage_patch.policy import CALIBRATION_SCHEMA, Policy
 
 NAME = "calibrate_state.json"
 BEFORE = "calibrate_state.before.json"  # of the setting before this one
@@ -43,7 +47,8 @@ class State:
     groups: list[Group] = field(default_factory=list)
     runs: dict[str, Run] = field(default_factory=dict)  # by what was chosen, see `choice_key`
     baseline: dict[str, Any] = field(default_factory=dict)
-    reused: int = 0
+    reused: int = 0  # runs that were found here, and what they took
+    reused_seconds: float = 0.0
 
     def save(self) -> None:
         """Write the file; it appears whole or not at all. Raises StateError if it cannot be written."""
@@ -82,6 +87,7 @@ def open_state(folder: Path, key: dict[str, Any]) -> State:
             state.groups = [Group(**row) for row in found["groups"]]
             state.runs = {choice: Run(**row) for choice, row in found["runs"].items()}
             state.reused = len(state.runs)
+            state.reused_seconds = sum(run.took for run in state.runs.values())
         else:
             state.path.replace(folder / BEFORE)
     state.save()
@@ -94,6 +100,22 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError:  # cut off or written by hand: of no setting
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def key_of(judge: Judge, base: Policy, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
+    """What scores and runs depend on. Targets and the card do not count: others use the same runs."""
+    config = judge.config.model_dump(mode="json", exclude_none=True)
+    packages = environment()["packages"]
+    library = "transformers" if judge.kind == "text" else "diffusers"
+    return {
+        "schema": CALIBRATION_SCHEMA,
+        "model_hash": judge.model_hash,
+        "task": near(config["task"]) | {"seed": config["seed"]},
+        "base": {n: getattr(base, n) for n in ("on_unsupported", "quantize_fp32", "min_q_len", "min_kv_len")},
+        "buckets": [[b.name, list(b.steps)] for b in buckets],
+        "device": str(judge.device),
+        "versions": {n: packages[n] for n in ("sage-patch", "torch", library)},
+    }
 
 
 def choice_key(choice: dict[tuple[str, str], str]) -> str:

@@ -82,7 +82,8 @@ class Group:
 
     share: of the attention work of the whole task, from 0 to 1. weight: share of the request's steps. scores: rung ->
     cosine, rel_l1, worst_row and quality = cosine * (1 - rel_l1), the worst of all scored calls. exact_because: why no
-    rung can run here, "" if they can.
+    rung can run here, "" if they can. sensitivity: how much more the end metric was measured to suffer from this group
+    than its local error says.
     """
 
     site: str
@@ -93,10 +94,12 @@ class Group:
     scored: int = 0
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     exact_because: str = ""
+    sensitivity: float = 1.0
 
     def error(self, rung: str) -> float:
         """The local error's power, which adds up over sites and steps: relative L1 squared, times the steps' share."""
-        return self.weight * self.scores[rung]["rel_l1"] ** 2 if rung in self.scores else 0.0
+        power = self.scores[rung]["rel_l1"] ** 2 if rung in self.scores else 0.0
+        return self.sensitivity * self.weight * power
 
     def row(self) -> dict[str, Any]:
         """As results hold it."""

@@ -10,12 +10,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from sage_patch.evaluation.capture import ALL, Bucket, Group
 from sage_patch.evaluation.judge import LADDER
 from sage_patch.policy import AttentionSite, Plan, Policy, Rule, Span
+from sage_patch.recipes import nearest
 
 EXACT = "exact"
 Choice = dict[tuple[str, str], str]  # (site, bucket) -> rung
+
+
+class ChoiceError(ValueError):
+    """An unknown card, or a choice that cannot be written as rules."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,17 @@ COST_MODELS = {
         "FlashAttention-2, 164 TOPS; head_dim 128, 8,192 tokens, no mask), not measured here",
     ),
 }
+
+
+def cost_model(card: str, device: torch.device) -> CostModel:
+    """The cost model of a card by name; "auto" is that of the GPU the model runs on, and "ada" on a CPU, because its
+    ladder has every rung. Raises ChoiceError for an unknown card."""
+    if card == "auto":
+        on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        card = "hopper" if on_hopper else "ada"
+    if card not in COST_MODELS:
+        raise ChoiceError(f"--card {card}: unknown{nearest(card, COST_MODELS)}")
+    return COST_MODELS[card]
 
 
 def cost(groups: Iterable[Group], choice: Choice, model: CostModel) -> float:
@@ -104,7 +122,7 @@ def as_policy(
 ) -> Policy:
     """The policy that says a choice, in few rules: one for everything, then layers that differ, then steps that differ.
 
-    base: gives everything but recipe and rules. Raises ValueError if the rules do not say what was chosen.
+    base: gives everything but recipe and rules. Raises ChoiceError if the rules do not say what was chosen.
     """
     by_key = {(g.site, g.bucket): g for g in groups}
     middle = next(b for b in buckets if b.written is None).name
@@ -191,7 +209,7 @@ def _check(policy: Policy, choice: Choice, sites: Sequence[AttentionSite], bucke
                 at = (None, None) if bucket.name == ALL else (step, total)
                 found, meant = plan.choice(site.name, *at).recipe, choice[site.name, bucket.name]
                 if found != meant:
-                    raise ValueError(
+                    raise ChoiceError(
                         f"the rules say {found} for {site.name} at step {step}, and {meant} was chosen; please report "
                         "this with the plan of the model (sage-patch plan)"
                     )
