@@ -348,6 +348,14 @@ def test_a_model_without_sites_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.exit_code == 2 and "Linear has no attention site that sage_patch knows" in result.stderr
 
 
+def test_agreement_of_continuations_that_run_exact_is_no_target(tmp_path: Path) -> None:
+    """Short prompts are never quantized: their agreement is 1 whatever the rung, and proves nothing."""
+    result = invoke(
+        TINY, *SMALL, "--target", "agreement>=0.99", "--out", str(tmp_path / "p.yaml"), "--output", str(tmp_path)
+    )
+    assert result.exit_code != 0 and "give longer task.prompts" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

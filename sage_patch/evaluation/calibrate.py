@@ -171,8 +171,13 @@ class _Calibration:
             row["site"]: row["reason"] for row in measured.calls if row["site"] not in quantized | {"*"}
         }  # fmt: skip
         figures = {n: float(v) for n, v in measured.metrics.items()}
+        unavailable = dict(measured.unavailable)
+        if quantized and measured.prompt_calls and all(row["recipe"] == EXACT for row in measured.prompt_calls):
+            figures.pop("agreement", None)  # 1 by construction
+            why = ", ".join(sorted({row["reason"] for row in measured.prompt_calls}))
+            unavailable["agreement"] = f"every call of the continuations runs exact ({why}); give longer task.prompts"
         return Run(
-            name, figures, measured.unavailable, measured.seconds, measured.baseline_seconds,
+            name, figures, unavailable, measured.seconds, measured.baseline_seconds,
             measured.attention_seconds, exact_sites, time.monotonic() - begun, measured.each,
         )  # fmt: skip
 
