@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_language_model_gets_every_figure(text_run: tuple[Result, Path]) -> No
     assert policy["unavailable"] == {"peak_memory": "only CUDA keeps a peak that a run can set back"}
     for row in (policy, int4):
         assert 0 < row["attention_seconds"] < row["seconds"] and row["baseline_seconds"] > 0
-    assert found["environment"]["packages"]["torch"] == torch.__version__ and len(found["model"]["hash"]) > 16
+    assert found["environment"]["packages"]["torch"] == metadata.version("torch") and len(found["model"]["hash"]) > 16
     assert found["command"].startswith("sage-patch")
 
 
