@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_patch.evaluation.bench import environment
+from sage_patch.evaluation.bench import environment, median_ms
 from sage_patch.kernels import library
 from sage_patch.kernels.library import Extras
 
 HEADS, DIM, ROWS = 32, 128, 16
-
-
-def median_ms(run: Callable[[], Any], repeats: int = 7) -> float:
-    run()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def exact_rows(
@@ -104,11 +89,12 @@ def measure(name: str, case: dict[str, Any], n: int, recipe: str) -> dict[str, A
     call.prepare()
     row = {
         "case": name, "recipe": recipe, "q_len": n, "kv_len": n, "batch": 1, "num_heads": HEADS, "head_dim": DIM,
-        "op_ms": median_ms(run), "prepare_ms": median_ms(call.prepare), "kernel_ms": median_ms(call.forward),
+        "op_ms": median_ms(run, None, 200), "prepare_ms": median_ms(call.prepare, None, 200),
+        "kernel_ms": median_ms(call.forward, None, 200),
         "rel_l1": error,
     }  # fmt: skip
     if "torch" in case:
-        row["sdpa_ms"] = median_ms(lambda: F.scaled_dot_product_attention(q, k, v, **case["torch"]), 3)
+        row["sdpa_ms"] = median_ms(lambda: F.scaled_dot_product_attention(q, k, v, **case["torch"]), None, 200)
     return row
 
 
