@@ -60,8 +60,6 @@ SAGE2_DEV void hide_before(int (&S)[64], int limit0, int limit1, int c) {
 }
 // And those whose bit is 0. A row's 128 bits lie as its scores do: word c holds column 8i + 2c + e at bit 2i + e, so that a
 // thread needs one word of each of its rows.
-SAGE2_HD constexpr int mask_word(int column) { return column % 8 / 2; }
-SAGE2_HD constexpr int mask_bit(int column) { return column / 8 * 2 + column % 2; }
 SAGE2_DEV void hide(int (&S)[64], uint32_t row0, uint32_t row1) {
   #pragma unroll
   for (int b = 0; b < 32; b += 8) {            // eight bits at a time move into predicates at once

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kTileTokens) pack_mask(const __grid_constant__
     }
     any |= visible;
     all &= row >= p.q_len || (visible && plain);
-    const uint32_t seen = __ballot_sync(~0u, visible) >> 2 * (lane & 3);     // mask_word, mask_bit: a byte of word `lane`
+    const uint32_t seen = __ballot_sync(~0u, visible) >> 2 * (lane & 3);     // a byte of word `lane`, in the order of hide()
     if (lane < 4) bits[(int64_t)i * p.blocks * 16] = (seen & 3) | (seen >> 6 & 12) | (seen >> 12 & 48) | (seen >> 18 & 192);
   }
   const uint32_t seen = __ballot_sync(~0u, any);

@@ -52,30 +52,25 @@ def run(
         from sage_patch.config import load_run_config
 
         loaded = load_run_config(config, set_ or [])
-        folder = Path(output) if output is not None else Path(loaded.output)
-        folder.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+        folder = _folder(output or Path(loaded.output))
 
         from sage_patch.evaluation import media, pictures, text
         from sage_patch.evaluation.picture_tables import picture_tables
         from sage_patch.evaluation.tables import run_tables, show, write_results
 
         console = _console()
-        command = shlex.join(["sage-patch", *sys.argv[1:]])
         with _progress(console) as progress:
             if loaded.task.kind == "text":
-                results, files = text.run_text(loaded, command, progress), []
+                results, files = text.run_text(loaded, _command(), progress), []
                 tables = run_tables(results)
             else:
-                results, gallery = pictures.run_pictures(loaded, command, progress)
+                results, gallery = pictures.run_pictures(loaded, _command(), progress)
                 tables = picture_tables(results)
                 files = media.write_gallery(folder, gallery)
         files += write_results(folder, results, tables)  # last: where they are, all is there
         show(tables, console)
         _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
-        missed = [t for t in results["targets"] if not t["met"]]
-        if missed:
-            _say(f"{len(missed)} of {len(results['targets'])} targets missed")
-            raise typer.Exit(1)
+        _fail_if_missed(results["targets"])
 
 
 @app.command()
@@ -118,25 +113,20 @@ def evaluate(
         from sage_patch.config import load_run_config
 
         loaded = load_run_config(config, set_ or [])
-        folder = Path(output) if output is not None else Path(loaded.output) / "evaluate"
-        folder.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+        folder = _folder(output or Path(loaded.output) / "evaluate")
 
         from sage_patch.evaluation.evaluate import evaluate as evaluate_run
         from sage_patch.evaluation.evaluate_tables import evaluation_tables
         from sage_patch.evaluation.tables import show, write_results
 
         console = _console()
-        command = shlex.join(["sage-patch", *sys.argv[1:]])
         with _progress(console) as progress:
-            results = evaluate_run(loaded, command, folder, progress, _say, fresh)
+            results = evaluate_run(loaded, _command(), folder, progress, _say, fresh)
         tables = evaluation_tables(results)
         files = write_results(folder, results, tables)
         show(tables, console)
         _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
-        missed = [t for t in results["targets"] if not t["met"]]
-        if missed:
-            _say(f"{len(missed)} of {len(results['targets'])} targets missed")
-            raise typer.Exit(1)
+        _fail_if_missed(results["targets"])
 
 
 @app.command()
@@ -181,11 +171,10 @@ def calibrate(
             f"runs; what is measured is kept in {folder / calibration.STATE_NAME}"
         )
         console = _console()
-        command = shlex.join(["sage-patch", *sys.argv[1:]])
         with _progress(console) as progress:
             judge = judge_for(loaded, progress)
             model = cost_model(card, judge.device)
-            found = calibration.calibrate(judge, targets, loaded.policy.build(), model, folder, deadline, command)
+            found = calibration.calibrate(judge, targets, loaded.policy.build(), model, folder, deadline, _command())
         tables = calibrate_tables.calibrate_tables(found.results)
         show(tables, console)
         files = calibrate_tables.write_calibration(folder, path, found, tables, policy_to_yaml(found.policy))
@@ -232,11 +221,11 @@ def bench(
             heads={"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads},
             peers=crossovers.EXACT_PEERS if crossover else tuple(benchmark.PEERS) if peers else (),
             seconds=seconds,
-            note={"command": shlex.join(["sage-patch", *sys.argv[1:]])},
+            note={"command": _command()},
         )
         benchmark.require_gpu()
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+            _folder(out)
         console = _console()
         with _progress(console, loads_models=False) as progress:
             result = benchmark.run(plan_, progress)
@@ -270,16 +259,14 @@ def ablate(
         from sage_patch.config import load_run_config
 
         loaded = load_run_config(config, set_ or [])
-        folder = Path(out) if out is not None else Path(loaded.output)
-        folder.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+        folder = _folder(out or Path(loaded.output))
 
         from sage_patch.evaluation import ablate_run
 
         console = _console()
-        command = shlex.join(["sage-patch", *sys.argv[1:]])
         with _progress(console) as progress:
             found = ablate_run.ablate_model(loaded, config.stem, progress, jobs, per_site, site, head)
-        files = ablate_run.write_ablation(folder, command, {config.stem: found})
+        files = ablate_run.write_ablation(folder, _command(), {config.stem: found})
         console.file.write(files[1].read_text())
         _say(f"wrote {_written(files)}")
 
@@ -300,8 +287,7 @@ def report(
 
         policies = {path: load_policy(path) for path in files if path.suffix in (".yaml", ".yml")}
         results = [path for path in files if path not in policies]
-        command = shlex.join(["sage-patch", *sys.argv[1:]])
-        _say(f"wrote {_written(write_report(results, policies, out, title, command))}")
+        _say(f"wrote {_written(write_report(results, policies, out, title, _command()))}")
 
 
 @app.command()
@@ -340,6 +326,24 @@ def env(
 def main() -> None:
     """The console script."""
     app()
+
+
+def _command() -> str:
+    """This process's command line, for results."""
+    return shlex.join(["sage-patch", *sys.argv[1:]])
+
+
+def _folder(path: Path) -> Path:
+    """The folder, made before the work and not after it."""
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _fail_if_missed(targets: list[dict[str, Any]]) -> None:
+    missed = [t for t in targets if not t["met"]]
+    if missed:
+        _say(f"{len(missed)} of {len(targets)} targets missed")
+        raise typer.Exit(1)
 
 
 def _written(files: list[Path]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from sage_patch.evaluation import needle
 from sage_patch.evaluation.ablation import Captured, score
+from sage_patch.evaluation.bounds import check_bounds
 from sage_patch.evaluation.environment import environment
 from sage_patch.evaluation.judge import Judge, PictureJudge, TextJudge, judge_for
 from sage_patch.evaluation.parts import Parts
@@ -30,14 +31,6 @@ from sage_patch.schema import EvaluateSpec, RunConfig
 UNPATCHED = "unpatched"
 Work = dict[str, Callable[[dict[str, Any]], None]]  # parts by name: each adds to the results that it is given
 _NOT_FINITE = "not a number: the patched model's output is not finite"
-# bound in the configuration -> (metric, its words, whether more is better)
-_BOUNDS = {
-    "max_kl": ("kl", "mean KL <=", False),
-    "min_top1": ("top1", "top-1 agreement >=", True),
-    "max_ppl_change": ("ppl_change", "perplexity change <=", False),
-    "min_psnr": ("worst_psnr", "worst PSNR >=", True),
-    "min_ssim": ("worst_ssim", "worst SSIM >=", True),
-}
 
 
 def evaluate(
@@ -93,17 +86,14 @@ def evaluate(
 
 
 def check_targets(config: RunConfig, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a bound of the configuration: name, what, bound, value, met. A figure that is not there meets nothing."""
+    """The configuration's bounds against measured rows."""
     found = {row["name"]: row for row in rows}
-    checked = []
-    for name, target in config.targets.items():
-        for key, bound in target.model_dump(exclude_none=True).items():
-            metric, what, more = _BOUNDS[key]
-            row = found[name]
-            value: float | str = row["unavailable"].get(metric) or _number(row["metrics"][metric])
-            met = not isinstance(value, str) and (value >= bound if more else abs(value) <= bound)
-            checked.append({"name": name, "what": what, "bound": bound, "value": value, "met": met})
-    return checked
+
+    def figure(name: str, metric: str) -> float | str:
+        row = found[name]
+        return row["unavailable"].get(metric) or _number(row["metrics"][metric])
+
+    return check_bounds(config, figure)
 
 
 def _number(value: float | None) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sage_patch.evaluation import media, picture_metrics
+from sage_patch.evaluation.bounds import check_bounds
 from sage_patch.evaluation.drawing import Drawer, Drawn
 from sage_patch.evaluation.environment import environment
 from sage_patch.evaluation.media import Gallery
@@ -102,17 +103,9 @@ def run_pictures(config: RunConfig, command: str, progress: Progress) -> tuple[d
 
 
 def check_targets(config: RunConfig, quality: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a bound of the configuration: measured, what, bound, value, met. A missing value meets nothing."""
+    """The configuration's bounds against `_quality` rows, which call the worst of x x_worst."""
     found = {q["name"]: q for q in quality}
-    rows = []
-    for name, target in config.targets.items():
-        for what, bound in (("psnr", target.min_psnr), ("ssim", target.min_ssim)):
-            if bound is not None:
-                value = found[name][f"{what}_worst"]
-                met = not isinstance(value, str) and value >= bound
-                label = f"worst {what.upper()} >="
-                rows.append({"name": name, "what": label, "bound": bound, "value": value, "met": met})
-    return rows
+    return check_bounds(config, lambda name, metric: found[name][f"{metric.removeprefix('worst_')}_worst"])
 
 
 def _require_libraries(task: PictureTask) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_patch.evaluation import metrics
+from sage_patch.evaluation.bounds import check_bounds
 from sage_patch.evaluation.environment import environment
 from sage_patch.evaluation.models import ModelError, load_text_model
 from sage_patch.patch import applied, plan
@@ -113,20 +114,9 @@ def text_windows(tokenizer: Any, task: TextTask, model: nn.Module) -> Tensor:
 
 
 def check_targets(config: RunConfig, quality: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row a bound of the configuration: measured, what, bound, value, met. A NaN meets nothing."""
+    """The configuration's bounds against `_quality` rows; of a change the size alone is shown."""
     found = {q["name"]: q for q in quality}
-    rows = []
-    for name, target in config.targets.items():
-        q = found[name]
-        checks = (
-            ("mean KL <=", target.max_kl, q["kl"], lambda v, b: v <= b),
-            ("top-1 agreement >=", target.min_top1, q["top1"], lambda v, b: v >= b),
-            ("perplexity change <=", target.max_ppl_change, abs(q["ppl_change"]), lambda v, b: v <= b),
-        )
-        for what, bound, value, test in checks:
-            if bound is not None:
-                rows.append({"name": name, "what": what, "bound": bound, "value": value, "met": test(value, bound)})
-    return rows
+    return check_bounds(config, lambda name, m: abs(found[name][m]) if m == "ppl_change" else found[name][m])
 
 
 def near(value: Any) -> Any:
