@@ -1,16 +1,14 @@
 // The C entry points: argument checks, workspace layout, launches. Returns codes; messages are per thread.
-#include "sage2.h"
-
+#include "api.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <atomic>
 #include "mask.cuh"
-#include "params.h"
+#include "pages.h"
 
 namespace sage2 {
-namespace {
 
-thread_local char last_error[512];
+static thread_local char last_error[512];
 
 int fail(int code, const char *format, ...) {
   va_list args;
@@ -23,9 +21,11 @@ int fail_cuda(cudaError_t err, const char *what) {
   return fail(SAGE2_ERR_CUDA, "%s: %s (%s)", what, cudaGetErrorString(err), cudaGetErrorName(err));
 }
 
+namespace {
 constexpr int kMaxDevices = 64;
 struct Device { std::atomic<int> ready{0}; int sms = 0; };       // ready: 0 unknown, 1 loaded
 Device devices[kMaxDevices];
+}  // namespace
 
 int load_current(int *device, int *sms) {
   cudaError_t err = cudaGetDevice(device);
@@ -40,12 +40,15 @@ int load_current(int *device, int *sms) {
     if (major != 9 || minor != 0) return fail(SAGE2_ERR_DEVICE, "device %d has compute capability %d.%d; this library holds kernels for 9.0", *device, major, minor);
     if ((err = load_quantize()) != cudaSuccess) return fail_cuda(err, "loading the pre-processing kernels");
     if ((err = load_forward_sm90()) != cudaSuccess) return fail_cuda(err, "loading the attention kernels");
+    if ((err = load_pages()) != cudaSuccess) return fail_cuda(err, "loading the kernels of the quantized cache");
     d.sms = count;
     d.ready.store(1, std::memory_order_release);
   }
   *sms = d.sms;
   return SAGE2_OK;
 }
+
+namespace {
 
 size_t align256(size_t x) { return (x + 255) / 256 * 256; }
 
@@ -137,10 +140,14 @@ int shapes(const Sage2Args *a, Params *p) {
   return visibility(a, p);
 }
 
+}  // namespace
+
 View view(const void *data, const int64_t *strides, int batch, int heads, int tokens, int head_dim) {
   const int64_t sb = batch > 1 ? strides[0] : 0, sh = heads > 1 ? strides[1] : 0, st = tokens > 1 ? strides[2] : 0;
   return {(const uint16_t *)data, sb, sh, st, ((uintptr_t)data % 16 == 0) && !((sb | sh | st | head_dim) & 7)};
 }
+
+namespace {
 
 int fill(const Sage2Args *a, bool prepare, bool forward, Params *p, int *sms) {
   if (int code = shapes(a, p)) return code;

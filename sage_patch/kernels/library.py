@@ -95,7 +95,7 @@ def architectures() -> list[str]:
     return [f"{a // 10}.{a % 10}" for a in found[:count]]
 
 
-def _check(code: int) -> None:
+def check(code: int) -> None:
     if code:
         message = load().sage2_last_error().decode()
         if code == 1:
@@ -141,7 +141,7 @@ def _pack(
     if (qt[3] != 1 or kt[3] != 1 or vt[3] != 1) and qs[3] > 1:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         qt, kt, vt = query.stride(), key.stride(), value.stride()
-    lens = _address("kv_lens", kv_lens, torch.int32, (qs[0],), index)
+    lens = address_of("kv_lens", kv_lens, torch.int32, (qs[0],), index)
     h, n = (1, 2) if tensor_layout == "HND" else (2, 1)
     dv = value.shape[3]
     if dv != qs[3]:
@@ -181,7 +181,7 @@ def _pack(
     return args + tail, out, lse, workspace, (query, key, value)
 
 
-def _address(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], index: int) -> int:
+def address_of(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], index: int) -> int:
     """Of a small contiguous tensor, checked; 0 for None."""
     if tensor is None:
         return 0
@@ -211,15 +211,15 @@ def _pack_extras(x: Extras, batch: int, heads: int, q_len: int, kv_len: int, ind
         if batch != 1 or x.cu_seqlens_q is None or x.cu_seqlens_k is None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong together and need batch 1; got batch {batch}")
         items = x.cu_seqlens_q.shape[0] - 1
-        cu_q = _address("cu_seqlens_q", x.cu_seqlens_q, torch.int32, (items + 1,), index)
-        cu_k = _address("cu_seqlens_k", x.cu_seqlens_k, torch.int32, (items + 1,), index)
+        cu_q = address_of("cu_seqlens_q", x.cu_seqlens_q, torch.int32, (items + 1,), index)
+        cu_k = address_of("cu_seqlens_k", x.cu_seqlens_k, torch.int32, (items + 1,), index)
     padding = stride = 0
     if x.key_padding is not None:
-        padding = _address("key_padding", x.key_padding, torch.bool, (x.key_padding.shape[0], kv_len), index)
+        padding = address_of("key_padding", x.key_padding, torch.bool, (x.key_padding.shape[0], kv_len), index)
         stride = kv_len if x.key_padding.shape[0] > 1 else 0
     return items, _TAIL.pack(
-        _address("kv_starts", x.kv_starts, torch.int32, (batch,), index), padding, stride, cu_q, cu_k, mask, *strides,
-        _address("sinks", x.sinks, torch.float32, (heads,), index), x.softcap, x.left, x.right, kind,
+        address_of("kv_starts", x.kv_starts, torch.int32, (batch,), index), padding, stride, cu_q, cu_k, mask, *strides,
+        address_of("sinks", x.sinks, torch.float32, (heads,), index), x.softcap, x.left, x.right, kind,
     )  # fmt: skip
 
 
@@ -244,13 +244,13 @@ class Call:
         self.args, self.out, self.lse, self.workspace, self.inputs = packed
 
     def prepare(self) -> None:
-        _check(self.lib.sage2_prepare(self.args))
+        check(self.lib.sage2_prepare(self.args))
 
     def forward(self) -> None:
-        _check(self.lib.sage2_forward(self.args))
+        check(self.lib.sage2_forward(self.args))
 
     def run(self) -> None:
-        _check(self.lib.sage2_prepare_and_forward(self.args))
+        check(self.lib.sage2_prepare_and_forward(self.args))
 
 
 def workspace_bytes(*shape: int) -> int:
@@ -371,5 +371,5 @@ def forward(
     code = lib.sage2_prepare_and_forward(args)
     torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)
     if code:
-        _check(code)
+        check(code)
     return out, lse
