@@ -150,6 +150,7 @@ class QuantizedCacheLayer(CacheLayerMixin):
         for old callers. See Pages.crop."""
         if self.pages is None:
             return
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts on the device
         count = max(0, self.pages.length - tokens_to_remove) if tokens_to_remove > 0 else -tokens_to_remove
         self.pages.crop(count)
 
