@@ -34,6 +34,7 @@ class Reading:
         self._version = pages.version
         self._dequantized: tuple[Tensor, Tensor] | None = None
 
+    @torch.compiler.disable
     def tensors(self, counted: bool = False) -> tuple[Tensor, Tensor]:
         """(key, value) [batch, num_kv_heads, kv_len, head_dim]; dequantized once, unless fresh. counted: the caller has
         no reason of its own to count. Raises RuntimeError if the cache has changed since."""
@@ -123,6 +124,7 @@ def why_exact(
     return reason
 
 
+@torch.compiler.disable
 def attend_cached(
     reading: Reading,
     query: Tensor,

@@ -104,13 +104,12 @@ class QuantizedCacheLayer(CacheLayerMixin):
         )  # fmt: skip
         self.is_initialized = True
 
+    @torch.compiler.disable  # a compiled model keeps its graphs before and behind this
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the tokens; returns stand-ins for all keys and values that the new tokens' queries may see.
 
         Raises ValueError where gradients would be lost, and what Pages.append raises.
         """
-        if torch.compiler.is_compiling():
-            raise ValueError("QuantizedCache does not run inside torch.compile; use transformers.StaticCache there")
         first = self._first_seen()
         fresh = (key_states, value_states) if self.get_seq_length() == 0 else None
         if fresh is None and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):

@@ -97,7 +97,7 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
         pages.v_mean[..., :d] = ti.v_mean(value)
     first_page = max(length // PAGE_TOKENS, pages.first_slab * SLAB_PAGES)
     start = first_page * PAGE_TOKENS
-    older = torch.arange(start, length, device=key.device) % TAIL_TOKENS
+    older = torch.arange(min(start, length), length, device=key.device) % TAIL_TOKENS
     new = slice(max(0, start - length), None)
     k = torch.cat([pages.tail[0][:, :, older], key[:, :, new]], dim=2)
     v = torch.cat([pages.tail[1][:, :, older], value[:, :, new]], dim=2)
