@@ -1,7 +1,7 @@
 """Keys and values that stay in a quantized cache: tensors without data, and how attention reads the pages instead.
 
-A cache's update returns these in place of tensors. The attention function registered as "sage2" finds the pages in
-them. Any other code that computes with one gets the tensor it expects, dequantized and counted.
+From its second update on a cache returns these in place of tensors. The attention function registered as "sage2" finds
+the pages in them. Any other code that computes with one gets the tensor it expects, dequantized and counted.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ _STARTS = "_sage_patch_starts"
 class Reading:
     """Tokens first .. length - 1 of a store, as one update left them.
 
-    fresh: the key and value themselves, where the update was the first and they are all there is. site: the counter key
-    of code that computes with the tensors by itself.
+    site: the counter key of code that computes with the tensors by itself.
     """
 
-    def __init__(self, pages: Pages, first: int, fresh: tuple[Tensor, Tensor] | None, site: str):
-        self.pages, self.first, self.fresh, self.site = pages, first, fresh, site
+    def __init__(self, pages: Pages, first: int, site: str):
+        self.pages, self.first, self.site = pages, first, site
         self.kv_len = pages.length - first
         self._version = pages.version
         self._dequantized: tuple[Tensor, Tensor] | None = None
 
     @torch.compiler.disable
     def tensors(self, counted: bool = False) -> tuple[Tensor, Tensor]:
-        """(key, value) [batch, num_kv_heads, kv_len, head_dim]; dequantized once, unless fresh. counted: the caller has
-        no reason of its own to count. Raises RuntimeError if the cache has changed since."""
-        if self.fresh is not None:
-            return self.fresh
+        """(key, value) [batch, num_kv_heads, kv_len, head_dim]; dequantized once. counted: the caller has no reason of
+        its own to count. Raises RuntimeError if the cache has changed since."""
         self.check()
         if self._dequantized is None:
             if counted:
@@ -66,10 +63,8 @@ class CachedTensor(Tensor):
     @staticmethod
     def __new__(cls, reading: Reading, which: int) -> CachedTensor:
         pages = reading.pages
-        like = pages.k_mean if reading.fresh is None else reading.fresh[which]
-        dtype = pages.dtype if reading.fresh is None else like.dtype
         shape = (pages.batch, pages.num_kv_heads, reading.kv_len, pages.head_dim)
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=pages.dtype, device=pages.k_mean.device)
         self.reading, self.which = reading, which
         return self
 

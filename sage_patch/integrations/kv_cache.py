@@ -79,11 +79,11 @@ class QuantizedCacheLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """The stored keys, dequantized when computed with; None before the first update."""
-        return self._read(None, self._first_seen()).handles()[0] if self.pages is not None else None
+        return self._read(self._first_seen()).handles()[0] if self.pages is not None else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return self._read(None, self._first_seen()).handles()[1] if self.pages is not None else None
+        return self._read(self._first_seen()).handles()[1] if self.pages is not None else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make an empty store for tensors like these. Raises ValueError for those it cannot hold."""
@@ -106,13 +106,15 @@ class QuantizedCacheLayer(CacheLayerMixin):
 
     @torch.compiler.disable  # a compiled model keeps its graphs before and behind this
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the tokens; returns stand-ins for all keys and values that the new tokens' queries may see.
+        """Store the tokens; returns all keys and values that the new tokens' queries may see.
 
-        Raises ValueError where gradients would be lost, and what Pages.append raises.
+        With nothing stored before, those are the tensors given, so that a prompt is attended to as without a cache.
+        Afterwards they are stand-ins (see cached.py). Raises ValueError where gradients would be lost, and what
+        Pages.append raises.
         """
         first = self._first_seen()
-        fresh = (key_states, value_states) if self.get_seq_length() == 0 else None
-        if fresh is None and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        empty = self.get_seq_length() == 0
+        if not empty and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(
                 "QuantizedCache keeps no gradients, and these keys and values need them: "
                 "run under torch.no_grad(), or use transformers.DynamicCache"
@@ -120,12 +122,12 @@ class QuantizedCacheLayer(CacheLayerMixin):
         _, key, value = unify(key_states, key_states, value_states)  # what autocast would make of them
         dtype = torch.promote_types(key.dtype, value.dtype)
         key, value = key.to(dtype), value.to(dtype)
-        if self.pages is None or (fresh is not None and not _fits(self.pages, key)):
+        if self.pages is None or (empty and not _fits(self.pages, key)):
             self.lazy_initialization(key, value)
         assert self.pages is not None
         self.pages.keep_past = self.record_past
         self.pages.append(key, value)
-        return self._read(fresh, first).handles()
+        return (key_states, value_states) if empty else self._read(first).handles()
 
     def get_seq_length(self) -> int:
         return 0 if self.pages is None else self.pages.length
@@ -179,9 +181,9 @@ class QuantizedCacheLayer(CacheLayerMixin):
         """Position of the first token that the next token's query sees."""
         return 0 if self.window is None else max(0, self.get_seq_length() - self.window + 1)
 
-    def _read(self, fresh: tuple[Tensor, Tensor] | None, first: int) -> Reading:
+    def _read(self, first: int) -> Reading:
         assert self.pages is not None
-        return Reading(self.pages, first, fresh, f"{FLAG_PREFIX}QuantizedCache.{self.layer_idx}")
+        return Reading(self.pages, first, f"{FLAG_PREFIX}QuantizedCache.{self.layer_idx}")
 
 
 def _fits(pages: Pages, key: Tensor) -> bool:

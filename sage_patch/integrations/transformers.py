@@ -100,22 +100,21 @@ def sage2_attention_forward(
         return _original(tag, module)(module, query, key, value, attention_mask, **given, **kwargs)
 
     if reading is not None:
-        if reading.fresh is None:
-            refusals = dict(
-                output_attentions=bool(output_attentions), position_bias=position_bias is not None,
-                indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
-                dropout=dropout > 0,
+        refusals = dict(
+            output_attentions=bool(output_attentions), position_bias=position_bias is not None,
+            indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
+            dropout=dropout > 0,
+        )  # fmt: skip
+        exact_reason = why_exact(tag, reading, query, attention_mask, refusals)
+        if not exact_reason:
+            query, _, _ = unify(query, query, query)
+            out = attend_cached(
+                reading, query, attention_mask,
+                is_causal=_causal_without_mask(module, is_causal, tag.style), scale=scaling,
+                window=sliding_window, softcap=softcap or 0.0, sinks=s_aux, site=site,
             )  # fmt: skip
-            exact_reason = why_exact(tag, reading, query, attention_mask, refusals)
-            if not exact_reason:
-                query, _, _ = unify(query, query, query)
-                out = attend_cached(
-                    reading, query, attention_mask,
-                    is_causal=_causal_without_mask(module, is_causal, tag.style), scale=scaling,
-                    window=sliding_window, softcap=softcap or 0.0, sinks=s_aux, site=site,
-                )  # fmt: skip
-                return out, None
-            tag = replace(tag, recipe=EXACT, exact_reason=exact_reason)
+            return out, None
+        tag = replace(tag, recipe=EXACT, exact_reason=exact_reason)
         key, value = reading.tensors()
     query, key, value = unify(query, key, value)
     if query.shape[0] != key.shape[0]:  # learned queries come once for the whole batch
