@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sage_patch.kernels import crossover, ops
-from sage_patch.recipes import EXACT, Call, Limits, Recipe, why_not
+from sage_patch.pages import Pages
+from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, why_not
 from sage_patch.reference.exact import exact_attention, exact_weights
 from sage_patch.reference.quantize import hide
 from sage_patch.reference.visibility import Visibility
@@ -182,6 +183,33 @@ def attend_with_weights(
         weights = torch.nn.functional.dropout(weights, options.dropout_p)
     groups = query.shape[1] // value.shape[1]
     return torch.matmul(weights, value.repeat_interleave(groups, dim=1)), weights
+
+
+def attend_pages(
+    pages: Pages,
+    query: Tensor,
+    *,
+    scale: float | None,
+    left: int,
+    is_causal: bool,
+    kv_starts: Tensor | None,
+    attn_mask: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+    site: str,
+) -> Tensor:
+    """Attention of the last queries over a quantized cache, counted as quantized with the note "cache".
+
+    Arguments are those of Pages.attend; scale None: SDPA's own of head_dim. Returns [B, Hq, q_len, D] in query's dtype.
+    """
+    ops.add_count(ops.CallKey(site, DEFAULT_RECIPE, ops.backend_for(query.device), "cache"))
+    scale = Options(scale=scale).scale_for(query.shape[-1])
+    with torch.autocast(query.device.type, enabled=False):
+        out, _ = pages.attend(
+            query.to(pages.dtype), scale=scale, left=left, is_causal=is_causal, kv_starts=kv_starts,
+            attn_mask=attn_mask, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+    return out.to(query.dtype)
 
 
 def tick(reason: str, site: str) -> None:

@@ -11,12 +11,14 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
+from sage_patch.integrations.cached import attend_cached, reading_of, why_exact
 from sage_patch.integrations.masks import classify, pattern_of
 from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import (
@@ -28,7 +30,7 @@ from sage_patch.integrations.source import (
     style_for,
 )
 from sage_patch.policy import AttentionSite
-from sage_patch.recipes import AUTO, Limits, parse_recipe
+from sage_patch.recipes import AUTO, EXACT, Limits, parse_recipe
 
 NAME = "sage2"
 # The same under the other mask styles: chosen by apply() where a model needs its masks written out.
@@ -82,6 +84,7 @@ def sage2_attention_forward(
     if tag is None:
         tag = _FLAG_TAGS[_style_of_file(type(module).__module__)]
     site = tag.group if torch.compiler.is_compiling() else tag.key or _flag_site(module)
+    reading = reading_of(key)
     unknown = [name for name, v in kwargs.items() if v is not None and name not in _PASSING_THROUGH]
     if unknown:
         _refuse_known_hazards(unknown, module)
@@ -92,8 +95,27 @@ def sage2_attention_forward(
             cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, indices=indices,
         )  # fmt: skip
         given = {name: v for name, v in everything.items() if v is not None}
+        if reading is not None:
+            key, value = reading.tensors()
         return _original(tag, module)(module, query, key, value, attention_mask, **given, **kwargs)
 
+    if reading is not None:
+        refusals = dict(
+            output_attentions=bool(output_attentions), position_bias=position_bias is not None,
+            indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
+            dropout=dropout > 0,
+        )  # fmt: skip
+        exact_reason = why_exact(tag, reading, query, attention_mask, refusals)
+        if not exact_reason:
+            query, _, _ = unify(query, query, query)
+            out = attend_cached(
+                reading, query, attention_mask,
+                is_causal=_causal_without_mask(module, is_causal, tag.style), scale=scaling,
+                window=sliding_window, softcap=softcap or 0.0, sinks=s_aux, site=site,
+            )  # fmt: skip
+            return out, None
+        tag = replace(tag, recipe=EXACT, exact_reason=exact_reason)
+        key, value = reading.tensors()
     query, key, value = unify(query, key, value)
     if query.shape[0] != key.shape[0]:  # learned queries come once for the whole batch
         batch = max(query.shape[0], key.shape[0])

@@ -47,6 +47,11 @@ def reset_counts(prefix: str = "") -> None:
         del _COUNTS[key]
 
 
+def add_count(key: CallKey) -> None:
+    """Count one call that runs beside the operator, in eager mode only."""
+    _COUNTS[key] += 1
+
+
 class ObservedCall(NamedTuple):
     """What an observer is given: the tensors of one call as the operator received them, [B, H, tokens, D]."""
 

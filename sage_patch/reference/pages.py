@@ -1,0 +1,321 @@
+"""The pages of a quantized key/value cache on the CPU: how they are written, read back, and attended to.
+
+A page holds 128 tokens of one head as one record of bytes: what the attention kernel reads, followed by its scales.
+The kernels of a CUDA device do the same to the same bytes; `append` and `attend` have their arguments.
+Every number of a page follows from the tokens in it and from the two means, so it never matters in which pieces the
+tokens came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sage_patch.reference import tile_image as ti
+from sage_patch.reference.float32 import e4m3_code, e4m3_value, to_half
+from sage_patch.reference.sm90 import FP8_OFFSET, NO_KEYS, finish
+from sage_patch.reference.sm90_logits import LN2
+from sage_patch.reference.sm90_prepare import E4M3_MAX, LOG2E, TINY, int8_scale, int8_values, quantize_queries
+
+PAGE_TOKENS = ti.TILE_TOKENS
+SLAB_PAGES = 8
+SLAB_TOKENS = SLAB_PAGES * PAGE_TOKENS
+TAIL_TOKENS = 2 * PAGE_TOKENS
+_NAN_CODE = 0x7F  # of E4M3
+_SCORES_PER_STEP = 1 << 24  # elements of the score matrix held at once
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where things stand in a page's record, in bytes: K image | V image | 4 K scales | dim V scales | padding."""
+
+    dim: int  # padded head_dim, 64 or 128
+
+    @property
+    def v_at(self) -> int:
+        return PAGE_TOKENS * self.dim
+
+    @property
+    def k_scale_at(self) -> int:
+        return 2 * PAGE_TOKENS * self.dim
+
+    @property
+    def v_scale_at(self) -> int:
+        return self.k_scale_at + 4 * ti.SCALE_GROUPS
+
+    @property
+    def size(self) -> int:
+        return (self.v_scale_at + 4 * self.dim + 127) // 128 * 128
+
+    @cached_property
+    def k_map(self) -> Tensor:
+        """int64 [128 * dim]: byte of (token, channel) in the record."""
+        return ti.k_offsets(self.dim).flatten()
+
+    @cached_property
+    def v_map(self) -> Tensor:
+        return (ti.v_offsets(self.dim) + self.v_at).flatten()
+
+
+_RECORDS = {64: Record(64), 128: Record(128)}
+
+
+def record_of(dim: int) -> Record:
+    """The record of a padded head_dim, 64 or 128."""
+    return _RECORDS[dim]
+
+
+class Store(Protocol):
+    """What `append` and `attend` need of sage_patch.pages.Pages, which says what each is."""
+
+    head_dim: int
+    dim: int
+    length: int
+    first_slab: int
+    slabs: list[Tensor]
+    tail: Tensor
+    k_mean: Tensor
+    v_mean: Tensor
+
+    def records(self, first_page: int, end_page: int) -> Tensor: ...
+
+
+def append(pages: Store, key: Tensor, value: Tensor) -> None:
+    """Write key and value [B, Hkv, n, D] as tokens pages.length .. pages.length + n - 1; `length` itself stays.
+
+    The slabs are there already. With nothing stored before, the means are taken first. Pages of slabs that were
+    dropped (before first_slab) are not written.
+    """
+    length, end, d = pages.length, pages.length + key.shape[2], pages.head_dim
+    if length == 0:
+        pages.k_mean[..., :d] = ti.sampled_mean(key)
+        pages.v_mean[..., :d] = ti.v_mean(value)
+    first_page = max(length // PAGE_TOKENS, pages.first_slab * SLAB_PAGES)
+    start = first_page * PAGE_TOKENS
+    older = torch.arange(min(start, length), length, device=key.device) % TAIL_TOKENS
+    new = slice(max(0, start - length), None)
+    k = torch.cat([pages.tail[0][:, :, older], key[:, :, new]], dim=2)
+    v = torch.cat([pages.tail[1][:, :, older], value[:, :, new]], dim=2)
+    records = quantize(k, v, pages.k_mean, pages.v_mean)
+    for i in range(records.shape[2]):
+        slab, page = divmod(first_page + i, SLAB_PAGES)
+        pages.slabs[slab - pages.first_slab][:, :, page] = records[:, :, i]
+    kept = min(key.shape[2], TAIL_TOKENS)
+    slots = torch.arange(end - kept, end, device=key.device) % TAIL_TOKENS
+    pages.tail[0][:, :, slots] = key[:, :, key.shape[2] - kept :]
+    pages.tail[1][:, :, slots] = value[:, :, value.shape[2] - kept :]
+
+
+def quantize(key: Tensor, value: Tensor, k_mean: Tensor, v_mean: Tensor) -> Tensor:
+    """Records uint8 [B, H, pages, size] of key and value [B, H, n, D], whose first token is a page's first.
+
+    k_mean, v_mean: float32 [B, H, dim]. A token with a key that is not finite has keys of zero and values of NaN: a row
+    that sees it becomes NaN, and no other. A value that is not finite is NaN. Neither counts for a scale.
+    """
+    record = record_of(k_mean.shape[-1])
+    batch, heads, tokens, _ = key.shape
+    pages = (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
+    k, v = _centred(key, k_mean, pages), _centred(value, v_mean, pages)
+    lost = ~k.isfinite().all(-1, keepdim=True)
+    nan = lost | ~v.isfinite()
+    k, v = torch.where(lost, 0.0, k), torch.where(nan, 0.0, v)
+
+    group = ti.k_group(torch.arange(PAGE_TOKENS, device=key.device))
+    amax = torch.stack([k[..., group == g, :].abs().amax((-1, -2)) for g in range(ti.SCALE_GROUPS)], dim=-1)
+    k_scale, inverse = int8_scale(amax)
+    k_codes = int8_values(k, inverse[..., group, None]).view(torch.uint8)
+
+    amax = v.abs().amax(-2)
+    none = amax < TINY
+    v_scale = torch.where(none, 0.0, amax * torch.tensor(1.0 / E4M3_MAX))
+    inverse = torch.where(none, 0.0, torch.full_like(amax, E4M3_MAX) / amax)
+    v_codes = torch.where(nan, _NAN_CODE, e4m3_code(v * inverse[..., None, :]))
+
+    records = torch.zeros(batch, heads, pages, record.size, dtype=torch.uint8, device=key.device)
+    records[..., record.k_map] = k_codes.flatten(-2)
+    records[..., record.v_map] = v_codes.flatten(-2)
+    records[..., record.k_scale_at : record.v_scale_at] = k_scale.contiguous().view(torch.uint8)
+    records[..., record.v_scale_at : record.v_scale_at + 4 * record.dim] = v_scale.contiguous().view(torch.uint8)
+    return records
+
+
+def _centred(x: Tensor, mean: Tensor, pages: int) -> Tensor:
+    """x [B, H, n, D] less its mean, float32 [B, H, pages, 128, dim], zero behind the last token and channel."""
+    tokens, d = x.shape[-2:]
+    x = x.float() - mean[:, :, None, :d]
+    x = torch.nn.functional.pad(x, (0, mean.shape[-1] - d, 0, pages * PAGE_TOKENS - tokens))
+    return x.unflatten(2, (pages, PAGE_TOKENS))
+
+
+@dataclass
+class Unpacked:
+    """What records hold, in token and channel order."""
+
+    k: Tensor  # int8 [B, H, pages, 128, dim]
+    k_scale: Tensor  # float32 [B, H, pages, 128], of each token
+    v: Tensor  # uint8 E4M3 codes [B, H, pages, 128, dim]
+    v_scale: Tensor  # float32 [B, H, pages, dim]
+
+
+def unpack(records: Tensor, dim: int) -> Unpacked:
+    """records uint8 [B, H, pages, size] of padded head_dim `dim`."""
+    record = record_of(dim)
+    image = (PAGE_TOKENS, dim)
+    group = ti.k_group(torch.arange(PAGE_TOKENS, device=records.device))
+    k_scale = records[..., record.k_scale_at : record.v_scale_at].contiguous().view(torch.float32)
+    v_scale = records[..., record.v_scale_at : record.v_scale_at + 4 * dim].contiguous().view(torch.float32)
+    return Unpacked(
+        k=records[..., record.k_map.to(records.device)].view(torch.int8).unflatten(-1, image),
+        k_scale=k_scale[..., group],
+        v=records[..., record.v_map.to(records.device)].unflatten(-1, image),
+        v_scale=v_scale,
+    )
+
+
+def dequantize(records: Tensor, k_mean: Tensor, v_mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(key, value) [B, H, pages * 128, dim] in `dtype` of records uint8 [B, H, pages, size]."""
+    of = unpack(records, k_mean.shape[-1])
+    key = of.k.float() * of.k_scale[..., None] + k_mean[:, :, None, None]
+    value = e4m3_value(of.v) * of.v_scale[..., None, :] + v_mean[:, :, None, None]
+    return to_half(key.flatten(2, 3), dtype), to_half(value.flatten(2, 3), dtype)
+
+
+def attend(
+    pages: Store,
+    query: Tensor,
+    *,
+    scale: float,
+    left: int = -1,
+    is_causal: bool = True,
+    kv_starts: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of query [B, Hq, q_len, D], the last q_len tokens of the store, over its pages.
+
+    scale: of the softmax. left: keys seen before a row's own position, -1 for no limit. kv_starts: int32 [B], position
+    of the first key that exists. attn_mask: bool [B or 1, Hq or 1, q_len, width], True = seen, over the last `width`
+    tokens; the ones before are not seen. softcap: 0 for none. sinks: float [Hq].
+    Returns (out [B, Hq, q_len, D] in query's dtype, lse float32 [B, Hq, q_len], natural log, or None). A row that sees
+    no key gives 0 and -inf.
+    """
+    batch, heads, q_len, d = query.shape
+    first = first_key(pages.length, q_len, left, attn_mask)
+    first_page = min(first, max(pages.length - 1, 0)) // PAGE_TOKENS
+    end_page = (pages.length + PAGE_TOKENS - 1) // PAGE_TOKENS
+    of = unpack(pages.records(first_page, end_page), pages.dim)
+    outs, lses = [], []
+    step = max(1, _SCORES_PER_STEP // max(1, batch * heads * (end_page - first_page) * PAGE_TOKENS))
+    for row0 in range(0, q_len, step):
+        rows = slice(row0, min(row0 + step, q_len))
+        position = torch.arange(pages.length - q_len + row0, pages.length - q_len + rows.stop)
+        mask = None if attn_mask is None else attn_mask[:, :, rows]
+        columns = torch.arange(first_page * PAGE_TOKENS, end_page * PAGE_TOKENS)
+        seen = _visible(position, columns, pages.length, left, is_causal, kv_starts, mask)
+        out, lse = _attend_rows(query[:, :, rows], of, pages.k_mean, pages.v_mean, seen, scale, softcap, sinks)
+        outs.append(to_half(out[..., :d], query.dtype))
+        lses.append(lse)
+    if not outs:
+        return torch.empty_like(query), query.new_empty(batch, heads, 0, dtype=torch.float32) if return_lse else None
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if return_lse else None
+
+
+def first_key(length: int, q_len: int, left: int, attn_mask: Tensor | None) -> int:
+    """Position of the first key that any row can see."""
+    first = 0 if attn_mask is None else length - attn_mask.shape[-1]
+    return first if left < 0 else max(first, length - q_len - left)
+
+
+def _visible(
+    position: Tensor,
+    column: Tensor,
+    length: int,
+    left: int,
+    is_causal: bool,
+    kv_starts: Tensor | None,
+    attn_mask: Tensor | None,
+) -> Tensor:
+    """bool [B or 1, Hq or 1, rows, keys]: which rows, by position, see which keys, by position."""
+    seen = (column < length).expand(position.shape[0], -1)
+    if is_causal:
+        seen = seen & (column <= position[:, None])
+    if left >= 0:
+        seen = seen & (column >= position[:, None] - left)
+    seen = seen[None, None]
+    if kv_starts is not None:
+        seen = seen & (column >= kv_starts[:, None])[:, None, None]
+    if attn_mask is None:
+        return seen
+    masked = length - attn_mask.shape[-1]  # position of the mask's first key
+    low = max(masked, int(column[0])) if len(column) else 0
+    inner = attn_mask[..., low - masked :]
+    return seen & torch.nn.functional.pad(inner, (low - int(column[0]), len(column) - (length - int(column[0]))))
+
+
+def _attend_rows(
+    query: Tensor,
+    of: Unpacked,
+    k_mean: Tensor,
+    v_mean: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out float32 [B, Hq, rows, dim], lse [B, Hq, rows]) of some rows; seen bool [B or 1, Hq or 1, rows, keys].
+
+    The query heads of a kv head are rows of one product. All pages are formed at once: a page's P refers to m as it
+    stands after that page, and its sums are scaled to the last m, as the kernel's running sums are step by step.
+    """
+    batch, heads, rows, _ = query.shape
+    kv_heads, n = of.k.shape[1:3]
+    groups = heads // kv_heads
+    queries = quantize_queries(query, k_mean, scale)
+
+    def per_kv_head(x: Tensor) -> Tensor:  # [B, Hq, rows, ..] -> [B, Hkv, groups * rows, ..]
+        return x.unflatten(1, (kv_heads, groups)).flatten(2, 3)
+
+    seen = seen.expand(-1, heads, -1, -1) if seen.shape[1] > 1 or groups > 1 else seen
+    seen = per_kv_head(seen) if seen.shape[1] == heads else seen
+    scores = torch.matmul(per_kv_head(queries.q).float(), of.k.flatten(2, 3).float().transpose(-1, -2))
+    x = scores * (per_kv_head(queries.scale)[..., None] * of.k_scale.flatten(2)[:, :, None])
+    if softcap:
+        dot = per_kv_head(queries.dot)[..., None]
+        x = softcap * torch.tanh((x * LN2 + dot) / softcap) * LOG2E
+    x = torch.where(seen, x, -math.inf).unflatten(-1, (n, PAGE_TOKENS))  # [B, Hkv, groups * rows, n, 128]
+    seen = seen.unflatten(-1, (n, PAGE_TOKENS))
+
+    top = torch.where(x.isnan(), -math.inf, x).amax(-1) - FP8_OFFSET
+    m = top.clamp_min(NO_KEYS).cummax(-1).values if n else top
+    p = e4m3_value(e4m3_code(torch.exp2(x - m[..., None])))
+    p = torch.where(seen, p, 0.0).transpose(2, 3)  # [B, Hkv, n, groups * rows, 128]
+    last = m[..., -1:] if n else m.new_full((*m.shape[:-1], 1), NO_KEYS)
+    factors = torch.exp2(m - last).transpose(2, 3)[..., None]  # [B, Hkv, n, groups * rows, 1]
+    sums = torch.matmul(p, _finite(e4m3_value(of.v))) * of.v_scale[..., None, :]
+    sums = _with_nan(sums, seen.transpose(2, 3), of.v)
+    total = torch.cat([sums, p.sum(-1, keepdim=True)], dim=-1).mul_(factors).sum(2)
+
+    def per_head(t: Tensor) -> Tensor:  # [B, Hkv, groups * rows, ..] -> [B, Hq, rows, ..]
+        return t.unflatten(2, (groups, rows)).flatten(1, 2)
+
+    mean = v_mean.repeat_interleave(groups, dim=1)
+    return finish(per_head(total), per_head(last), torch.ones_like(mean), mean, queries.dot, sinks, softcap)
+
+
+def _finite(v: Tensor) -> Tensor:
+    return v.nan_to_num_(0.0)  # E4M3 has no infinity
+
+
+def _with_nan(sums: Tensor, seen: Tensor, v_codes: Tensor) -> Tensor:
+    """sums [B, Hkv, n, rows, dim], NaN in channels where a row sees a NaN; codes [B, Hkv, n, 128, dim]."""
+    nan = (v_codes & _NAN_CODE) == _NAN_CODE
+    if not bool(nan.any()):
+        return sums
+    return torch.where(torch.matmul(seen.float(), nan.float()) > 0, math.nan, sums)
