@@ -11,7 +11,7 @@ namespace sage2 {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr float kE4m3Max = 448.f;
+constexpr float kE4m3Max = 448.f, kSignificance = 8.f;      // as in quantize.cu
 
 template<int DIM> struct Shared {
   alignas(16) uint8_t v[kTileTokens * DIM * 2];
@@ -34,7 +34,7 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) append(const __
   const bool keep = page >= last_page - 1;
   uint8_t *const record = (uint8_t *)__ldg((const unsigned long long *)p.slabs + (page >> p.slab_shift) - p.first_slab) +
                           (((int64_t)head << p.slab_shift) + (page & ((1 << p.slab_shift) - 1))) * p.record;
-  if (tid < DIM) sh.v_mean[tid] = __ldg(p.v_mean + (int64_t)head * DIM + tid);
+  if (tid < DIM) sh.v_mean[tid] = p.v_mean[(int64_t)head * DIM + tid];
   if (tid < kScaleGroups) sh.k_amax[tid] = sh.lost[tid] = 0;
 
   // Loads; tokens of the tail are plain loads: another page's CTA writes elsewhere in it, this one after its own reads.
@@ -71,7 +71,7 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) append(const __
   auto there = [&](int j) { return page * kTileTokens + row + j * kRows < end && !(lost >> j & 1); };
   float k_mean[8], v_mean[8], largest = 0.f, top[8] = {};
   #pragma unroll
-  for (int e = 0; e < 8; e++) k_mean[e] = __ldg(p.k_mean + (int64_t)head * DIM + channel + e), v_mean[e] = sh.v_mean[channel + e];
+  for (int e = 0; e < 8; e++) k_mean[e] = p.k_mean[(int64_t)head * DIM + channel + e], v_mean[e] = sh.v_mean[channel + e];
   #pragma unroll
   for (int j = 0; j < kPasses; j++) {
     float f[8], g[8], most = 0.f, most_v = 0.f;
@@ -150,6 +150,35 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) append(const __
   }
 }
 
+// The smoothing vectors of a store that has no whole page yet, from samples of all its tokens and the new ones, as quantize.cu
+// forms them: partial sum g of samples g, g + 16, g + 32, g + 48, then the partial sums in order; one thread per channel of K or V.
+template<int DIM> __global__ void __launch_bounds__(2 * DIM) means(const __grid_constant__ PageParams p) {
+  const int head = blockIdx.x, b = head / p.kv_heads, kv = head - b * p.kv_heads, channel = threadIdx.x % DIM;
+  const bool is_v = threadIdx.x >= DIM;
+  const View &view = is_v ? p.v : p.k;
+  const uint16_t *fresh = view.data + b * view.batch + kv * view.head + channel;
+  const uint16_t *tail = p.tail + ((int64_t)(is_v * p.batch * p.kv_heads) + head) * kTailSlots * p.head_dim + channel;
+  const int end = p.length + p.tokens, count = mean_samples(end);
+  float sum = 0.f, top = 0.f;
+  if (channel < p.head_dim)
+    #pragma unroll 4
+    for (int g = 0; g < kMeanGroups; g++) {
+      float partial = 0.f;
+      #pragma unroll
+      for (int i = 0; i < kMeanSamples / kMeanGroups; i++) {
+        const int s = g + i * kMeanGroups, t = s < count ? mean_token(s, end) : 0;
+        float lo, hi;
+        widen(s < count ? t < p.length ? tail[(int64_t)t * p.head_dim] : fresh[(int64_t)(t - p.length) * view.token] : (uint16_t)0, p.bf16, lo, hi);
+        if (magnitude(lo) >= kInfBits) lo = 0.f;
+        partial = __fadd_rn(partial, lo), top = fmaxf(top, fabsf(lo));
+      }
+      sum = __fadd_rn(sum, partial);
+    }
+  const float mean = __fdiv_rn(sum, (float)count);
+  float *to = (is_v ? p.v_mean : p.k_mean) + (int64_t)head * DIM + channel;
+  *to = !is_v || fabsf(mean) * kSignificance >= top ? mean : 0.f;
+}
+
 }  // namespace
 
 cudaError_t load_pages_append() {
@@ -164,6 +193,9 @@ cudaError_t launch_pages_append(PageParams &p, cudaStream_t stream) {
   const int last = (p.length + p.tokens - 1) / kTileTokens;
   const auto kernel = padded_dim(p.head_dim) == 64 ? append<64> : append<128>;
   const int alone = first == begun && p.length % kTileTokens && last - first >= 2 ? 1 : 0;
+  // With less than a page stored everything is written anew, and so may rest on new means.
+  if (p.length < kTileTokens)
+    padded_dim(p.head_dim) == 64 ? means<64><<<p.batch * p.kv_heads, 128, 0, stream>>>(p) : means<128><<<p.batch * p.kv_heads, 256, 0, stream>>>(p);
   p.first_page = first;
   if (alone) kernel<<<dim3(1, p.batch * p.kv_heads), kThreads, 0, stream>>>(p);
   p.first_page = first + alone;

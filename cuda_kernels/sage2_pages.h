@@ -6,8 +6,8 @@
  * where bit t says that token t had a key or value that is not finite: a row that sees it is NaN
  * (dim: head_dim rounded up to 64 or 128; the images are those of tile_image.h). Records lie in slabs
  * [batch][kv_heads][slab_pages][record]; `slabs` lists the slabs that are kept, in order, the first of them slab
- * number `first_slab`. K is stored minus k_mean, V minus v_mean; both vectors are the caller's and never change while the
- * store holds tokens. `tail` keeps the last tokens as they came, [K, V][batch][kv_heads][256][head_dim], token t at slot
+ * number `first_slab`. K is stored minus k_mean, V minus v_mean, sampled means of the tokens that came before the store held
+ * a whole page, which stay from then on. `tail` keeps the last tokens as they came, [K, V][batch][kv_heads][256][head_dim], token t at slot
  * t % 256, so that a page that is not full is quantized anew from its own tokens.
  */
 #ifndef SAGE2_PAGES_H
@@ -35,7 +35,7 @@ typedef struct Sage2Pages {
   float *lse;                    /* [batch, heads, tokens], or null */
   const uint64_t *slabs;         /* on the device: addresses of the slabs that are kept */
   void *tail;                    /* append */
-  const float *k_mean, *v_mean;  /* [batch, kv_heads, dim] */
+  float *k_mean, *v_mean;        /* [batch, kv_heads, dim]; append sets them while less than a page is stored */
   const int32_t *kv_starts;      /* on the device, [batch]: keys before it do not exist; or null */
   const uint8_t *mask;           /* on the device, [batch, heads, tokens, mask_columns] or broadcast: 0 = hidden; or null */
   const float *sinks;            /* on the device, [heads]; or null */

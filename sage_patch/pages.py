@@ -109,12 +109,7 @@ class Pages:
             # The new tokens' queries see back from the first of them; the first append has its own keys at hand.
             self._drop_before((held or end) - self.window + 1)
         self._grow(end)
-        key, value = key.detach(), value.detach()
-        if 0 < held < PAGE_TOKENS:
-            # The one page is written anew anyway: start over, so that the means are of all tokens, not of a few.
-            key, value = (torch.cat([self.tail[i][:, :, :held], x], dim=2) for i, x in enumerate((key, value)))
-            self.length = 0
-        self._backend().append(self, key, value)
+        self._backend().append(self, key.detach(), value.detach())
         self.length = end
         self.tail_start = max(self.tail_start, end - TAIL_TOKENS)
         self.version += 1
@@ -221,7 +216,7 @@ class Pages:
     def _backend(self) -> Any:
         """What has `append` and `attend`: the reference, or the kernels of a CUDA device."""
         if self.device.type == "cuda":
-            from sage_patch.kernels import cache_library  # type: ignore[attr-defined]
+            from sage_patch.kernels import cache_library
 
             return cache_library
         return reference

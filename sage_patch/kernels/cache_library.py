@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.kernels import library
+from sage_patch.reference.pages import SLAB_PAGES
 
 if TYPE_CHECKING:
     from sage_patch.pages import Pages
@@ -50,7 +51,10 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def append(pages: Pages, key: Tensor, value: Tensor) -> None:
     """Write `key` and `value` [batch, num_kv_heads, n, head_dim] behind the store's `length` tokens: into the tail, and
-    into every page that they touch. The slabs must be there; `pages.length` is the caller's to advance."""
+    into every page that they touch. With less than a page stored, the means are taken anew, of all tokens.
+
+    The slabs must be there; `pages.length` is the caller's to advance. Pages of dropped slabs are not written.
+    """
     lib = _library or _load()
     key, value = _rows(key), _rows(value)
     index = key.get_device()
@@ -58,7 +62,7 @@ def append(pages: Pages, key: Tensor, value: Tensor) -> None:
     ks, vs = key.stride(), value.stride()
     args = _ARGS.pack(
         _ARGS.size, index, _dtype_code(key), batch, heads, heads, head_dim, tokens, pages.length,
-        pages.SLAB_PAGES, pages.first_slab, 1, -1, 1.0, 0.0, 0, 0, 0,
+        SLAB_PAGES, pages.first_slab, 1, -1, 1.0, 0.0, 0, 0, 0,
         0, key.data_ptr(), value.data_ptr(), 0, 0, pages.slab_table.data_ptr(), pages.tail.data_ptr(),
         pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), 0, 0, 0, 0, 0, torch._C._cuda_getCurrentRawStream(index),
         *_NO_STRIDES, *ks[:3], *vs[:3], *_NO_STRIDES, 0, 0, 0, 0,
@@ -110,7 +114,7 @@ def attend(
     def packed(workspace: int, size: int, stream: int) -> bytes:
         return _ARGS.pack(
             _ARGS.size, index, _dtype_code(query), batch, heads, pages.num_kv_heads, head_dim, tokens, pages.length,
-            pages.SLAB_PAGES, pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
+            SLAB_PAGES, pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
             0, query.data_ptr(), 0, 0, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
             pages.slab_table.data_ptr(), 0, pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), starts, mask, sink,
             workspace, size, stream, *qs[:3], *_NO_STRIDES, *_NO_STRIDES,

@@ -26,13 +26,13 @@ PAGE_TOKENS = ti.TILE_TOKENS
 SLAB_PAGES = 8
 SLAB_TOKENS = SLAB_PAGES * PAGE_TOKENS
 TAIL_TOKENS = 2 * PAGE_TOKENS
-_NAN_CODE = 0x7F  # of E4M3
 _SCORES_PER_STEP = 1 << 24  # elements of the score matrix held at once
 
 
 @dataclass(frozen=True)
 class Record:
-    """Where things stand in a page's record, in bytes: K image | V image | 4 K scales | dim V scales | padding."""
+    """Where things stand in a page's record, in bytes: K image | V image | 4 K scales | dim V scales | lost
+    tokens, a bit each | padding."""
 
     dim: int  # padded head_dim, 64 or 128
 
@@ -49,8 +49,12 @@ class Record:
         return self.k_scale_at + 4 * ti.SCALE_GROUPS
 
     @property
+    def lost_at(self) -> int:
+        return self.v_scale_at + 4 * self.dim
+
+    @property
     def size(self) -> int:
-        return (self.v_scale_at + 4 * self.dim + 127) // 128 * 128
+        return (self.lost_at + PAGE_TOKENS // 8 + 127) // 128 * 128
 
     @cached_property
     def k_map(self) -> Tensor:
@@ -88,13 +92,16 @@ class Store(Protocol):
 def append(pages: Store, key: Tensor, value: Tensor) -> None:
     """Write key and value [B, Hkv, n, D] as tokens pages.length .. pages.length + n - 1; `length` itself stays.
 
-    The slabs are there already. With nothing stored before, the means are taken first. Pages of slabs that were
-    dropped (before first_slab) are not written.
+    The slabs are there already. With less than a page stored it is written anew anyway, and the means are taken of all
+    tokens, not of a few. Pages of slabs that were dropped (before first_slab) are not written.
     """
-    length, end, d = pages.length, pages.length + key.shape[2], pages.head_dim
-    if length == 0:
+    length, d = pages.length, pages.head_dim
+    if length < PAGE_TOKENS:
+        key, value = (torch.cat([pages.tail[i][:, :, :length], x], dim=2) for i, x in enumerate((key, value)))
+        length = 0
         pages.k_mean[..., :d] = ti.sampled_mean(key)
         pages.v_mean[..., :d] = ti.v_mean(value)
+    end = length + key.shape[2]
     first_page = max(length // PAGE_TOKENS, pages.first_slab * SLAB_PAGES)
     start = first_page * PAGE_TOKENS
     older = torch.arange(min(start, length), length, device=key.device) % TAIL_TOKENS
@@ -114,16 +121,15 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
 def quantize(key: Tensor, value: Tensor, k_mean: Tensor, v_mean: Tensor) -> Tensor:
     """Records uint8 [B, H, pages, size] of key and value [B, H, n, D], whose first token is a page's first.
 
-    k_mean, v_mean: float32 [B, H, dim]. A token with a key that is not finite has keys of zero and values of NaN: a row
-    that sees it becomes NaN, and no other. A value that is not finite is NaN. Neither counts for a scale.
+    k_mean, v_mean: float32 [B, H, dim]. A token with a number that is not finite is held as zeros, counts for no scale,
+    and is noted as lost: a row that sees it becomes NaN, and no other.
     """
     record = record_of(k_mean.shape[-1])
     batch, heads, tokens, _ = key.shape
     pages = (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
     k, v = _centred(key, k_mean, pages), _centred(value, v_mean, pages)
-    lost = ~k.isfinite().all(-1, keepdim=True)
-    nan = lost | ~v.isfinite()
-    k, v = torch.where(lost, 0.0, k), torch.where(nan, 0.0, v)
+    lost = ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)
+    k, v = torch.where(lost, 0.0, k), torch.where(lost, 0.0, v)
 
     group = ti.k_group(torch.arange(PAGE_TOKENS, device=key.device))
     amax = torch.stack([k[..., group == g, :].abs().amax((-1, -2)) for g in range(ti.SCALE_GROUPS)], dim=-1)
@@ -134,13 +140,15 @@ def quantize(key: Tensor, value: Tensor, k_mean: Tensor, v_mean: Tensor) -> Tens
     none = amax < TINY
     v_scale = torch.where(none, 0.0, amax * torch.tensor(1.0 / E4M3_MAX))
     inverse = torch.where(none, 0.0, torch.full_like(amax, E4M3_MAX) / amax)
-    v_codes = torch.where(nan, _NAN_CODE, e4m3_code(v * inverse[..., None, :]))
+    v_codes = e4m3_code(v * inverse[..., None, :])
 
     records = torch.zeros(batch, heads, pages, record.size, dtype=torch.uint8, device=key.device)
     records[..., record.k_map] = k_codes.flatten(-2)
     records[..., record.v_map] = v_codes.flatten(-2)
     records[..., record.k_scale_at : record.v_scale_at] = k_scale.contiguous().view(torch.uint8)
     records[..., record.v_scale_at : record.v_scale_at + 4 * record.dim] = v_scale.contiguous().view(torch.uint8)
+    bits = lost.reshape(*lost.shape[:-2], PAGE_TOKENS // 8, 8) * (1 << torch.arange(8, device=key.device))
+    records[..., record.lost_at : record.lost_at + PAGE_TOKENS // 8] = bits.sum(-1).to(torch.uint8)
     return records
 
 
@@ -160,6 +168,7 @@ class Unpacked:
     k_scale: Tensor  # float32 [B, H, pages, 128], of each token
     v: Tensor  # uint8 E4M3 codes [B, H, pages, 128, dim]
     v_scale: Tensor  # float32 [B, H, pages, dim]
+    lost: Tensor  # bool [B, H, pages, 128]: tokens with a number that was not finite
 
 
 def unpack(records: Tensor, dim: int) -> Unpacked:
@@ -168,12 +177,15 @@ def unpack(records: Tensor, dim: int) -> Unpacked:
     image = (PAGE_TOKENS, dim)
     group = ti.k_group(torch.arange(PAGE_TOKENS, device=records.device))
     k_scale = records[..., record.k_scale_at : record.v_scale_at].contiguous().view(torch.float32)
-    v_scale = records[..., record.v_scale_at : record.v_scale_at + 4 * dim].contiguous().view(torch.float32)
+    v_scale = records[..., record.v_scale_at : record.lost_at].contiguous().view(torch.float32)
+    bits = records[..., record.lost_at : record.lost_at + PAGE_TOKENS // 8, None]
+    bits = bits >> torch.arange(8, device=records.device)
     return Unpacked(
         k=records[..., record.k_map.to(records.device)].view(torch.int8).unflatten(-1, image),
         k_scale=k_scale[..., group],
         v=records[..., record.v_map.to(records.device)].unflatten(-1, image),
         v_scale=v_scale,
+        lost=(bits & 1).bool().flatten(-2),
     )
 
 
@@ -182,6 +194,7 @@ def dequantize(records: Tensor, k_mean: Tensor, v_mean: Tensor, dtype: torch.dty
     of = unpack(records, k_mean.shape[-1])
     key = of.k.float() * of.k_scale[..., None] + k_mean[:, :, None, None]
     value = e4m3_value(of.v) * of.v_scale[..., None, :] + v_mean[:, :, None, None]
+    key, value = (torch.where(of.lost[..., None], math.nan, x) for x in (key, value))
     return to_half(key.flatten(2, 3), dtype), to_half(value.flatten(2, 3), dtype)
 
 
@@ -298,8 +311,8 @@ def _attend_rows(
     p = torch.where(seen, p, 0.0).transpose(2, 3)  # [B, Hkv, n, groups * rows, 128]
     last = m[..., -1:] if n else m.new_full((*m.shape[:-1], 1), NO_KEYS)
     factors = torch.exp2(m - last).transpose(2, 3)[..., None]  # [B, Hkv, n, groups * rows, 1]
-    sums = torch.matmul(p, _finite(e4m3_value(of.v))) * of.v_scale[..., None, :]
-    sums = _with_nan(sums, seen.transpose(2, 3), of.v)
+    p = torch.where((seen & of.lost[:, :, None]).any(-1).transpose(2, 3)[..., None], math.nan, p)
+    sums = torch.matmul(p, e4m3_value(of.v)) * of.v_scale[..., None, :]
     total = torch.cat([sums, p.sum(-1, keepdim=True)], dim=-1).mul_(factors).sum(2)
 
     def per_head(t: Tensor) -> Tensor:  # [B, Hkv, groups * rows, ..] -> [B, Hq, rows, ..]
@@ -307,15 +320,3 @@ def _attend_rows(
 
     mean = v_mean.repeat_interleave(groups, dim=1)
     return finish(per_head(total), per_head(last), torch.ones_like(mean), mean, queries.dot, sinks, softcap)
-
-
-def _finite(v: Tensor) -> Tensor:
-    return v.nan_to_num_(0.0)  # E4M3 has no infinity
-
-
-def _with_nan(sums: Tensor, seen: Tensor, v_codes: Tensor) -> Tensor:
-    """sums [B, Hkv, n, rows, dim], NaN in channels where a row sees a NaN; codes [B, Hkv, n, 128, dim]."""
-    nan = (v_codes & _NAN_CODE) == _NAN_CODE
-    if not bool(nan.any()):
-        return sums
-    return torch.where(torch.matmul(seen.float(), nan.float()) > 0, math.nan, sums)
