@@ -103,6 +103,8 @@ def why_exact(
     if tag.recipe.is_exact:
         return tag.exact_reason
     reason = next((name for name, asked in refusals.items() if asked), "")
+    if not reason and not reading.pages.can_attend:
+        reason = f"no_kernel_for_{query.device.type}"
     if not reason and torch.is_grad_enabled() and query.requires_grad:
         reason = "needs_grad"
     if not reason and attention_mask is not None and attention_mask.dtype != torch.bool:
