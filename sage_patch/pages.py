@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.kernels import ops
 from sage_patch.reference import pages as reference
 from sage_patch.reference.pages import PAGE_TOKENS, SLAB_PAGES, SLAB_TOKENS, TAIL_TOKENS, record_of
 from sage_patch.reference.sm90_prepare import padded_dim
@@ -54,7 +55,10 @@ class Pages:
         if head_dim > 128:
             raise ValueError(f"pages hold heads of up to 128 channels; got head_dim {head_dim}")
         if dtype not in DTYPES or (dtype == torch.float32 and self.device.type == "cuda"):
-            raise ValueError(f"pages hold float16 and bfloat16 tokens, float32 on a CPU; got {dtype} on {self.device}")
+            raise ValueError(
+                f"pages hold float16 and bfloat16 tokens, float32 on a CPU; got {dtype} on {self.device}: "
+                "run the model in bfloat16"
+            )
         self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
         self.dim = padded_dim(head_dim)
         self.dtype = dtype
@@ -79,6 +83,11 @@ class Pages:
     def first_token(self) -> int:
         """Position of the first token that is still stored."""
         return self.first_slab * SLAB_TOKENS
+
+    @property
+    def can_attend(self) -> bool:
+        """Whether `attend` runs on this device; tokens can be stored and dequantized on any."""
+        return ops.backend_for(self.device) != "none"
 
     @property
     def nbytes(self) -> int:
@@ -214,8 +223,8 @@ class Pages:
         return self.max_length is not None and self.window is None
 
     def _backend(self) -> Any:
-        """What has `append` and `attend`: the reference, or the kernels of a CUDA device."""
-        if self.device.type == "cuda":
+        """What has `append` and `attend`: the kernels of a Hopper GPU, or the reference."""
+        if ops.backend_for(self.device) == "sm90":
             from sage_patch.kernels import cache_library
 
             return cache_library

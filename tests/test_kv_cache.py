@@ -16,6 +16,7 @@ import sage_patch
 from sage_patch import Policy, QuantizedCache, UnsupportedCall
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.integrations.cached import CachedTensor
+from sage_patch.kernels import ops
 from sage_patch.schema import ModelSpec
 from tiny import EXACT, logits, relative_l1, scaled_difference, text_config, text_model, tokens
 
@@ -94,7 +95,6 @@ def test_the_flag_finds_the_pages_too() -> None:
 def test_an_exact_policy_computes_exactly_on_what_the_cache_holds() -> None:
     model = text_model("llama", "sdpa")
     unpatched = in_pieces(model, QuantizedCache(model.config))
-    sage_patch.stats()
     with sage_patch.applied(model, EXACT) as handle:
         got = in_pieces(model, QuantizedCache(model.config))
         assert calls(handle.stats()) == {("exact", "policy"): 12}
@@ -117,6 +117,16 @@ def test_calls_that_pages_cannot_run_are_exact_with_their_reason() -> None:
         wide = torch.zeros(2, 1, 1, 34)
         with pytest.raises(UnsupportedCall, match=r"model\.layers\.0\.self_attn: mask_float"):
             model(input_ids=IDS[:, 33:34], past_key_values=cache, attention_mask=wide)
+
+
+def test_a_device_without_kernels_stores_and_computes_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text_model("llama", "sdpa")
+    exact = in_pieces(model, QuantizedCache(model.config))
+    monkeypatch.setattr(ops, "backend_for", lambda device: "none")
+    with sage_patch.applied(model) as handle:
+        got = in_pieces(model, QuantizedCache(model.config))
+        assert calls(handle.stats()) == {("exact", "dtype_float32"): 2, ("exact", "no_kernel_for_cpu"): 10}
+    assert scaled_difference(got, exact) < 1e-5
 
 
 def test_prefill_takes_the_ordinary_path_on_the_original_values() -> None:

@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="float64"):
         Pages(1, 1, 64, torch.float64, "cpu")
     with pytest.raises(ValueError, match="float32"):
-        Pages(1, 1, 64, torch.float32, torch.device("meta", 0)).append(*kv(3, 1, 1))
+        Pages(1, 1, 64, torch.float32, "cuda")
     pages = Pages(2, 2, 64, torch.float16, "cpu")
     key, value = kv(5)
     with pytest.raises(ValueError, match="value: the store holds"):

@@ -103,6 +103,8 @@ def why_exact(
     if tag.recipe.is_exact:
         return tag.exact_reason
     reason = next((name for name, asked in refusals.items() if asked), "")
+    if not reason and not reading.pages.can_attend:
+        reason = f"no_kernel_for_{query.device.type}"
     if not reason and torch.is_grad_enabled() and query.requires_grad:
         reason = "needs_grad"
     if not reason and attention_mask is not None and attention_mask.dtype != torch.bool:
@@ -144,7 +146,7 @@ def attend_cached(
         causal = is_causal
         left = window - 1 if causal and window is not None else -1
     elif pattern is not None and pattern.right == 0 and not pattern.top_left:
-        known, starts = _starts_of(pattern, reading.first)
+        known, starts = _starts_of(pattern, reading)
         if known:
             left, mask = pattern.left, None
     if mask is None and pages.first_key(q_len, left) < reading.first:
@@ -169,17 +171,19 @@ def _at_least(starts: Tensor | None, reading: Reading) -> Tensor:
     return torch.full((reading.pages.batch,), reading.first, dtype=torch.int32, device=reading.pages.device)
 
 
-def _starts_of(pattern: MaskPattern, first: int) -> tuple[bool, Tensor | None]:
+def _starts_of(pattern: MaskPattern, reading: Reading) -> tuple[bool, Tensor | None]:
     """(whether the real tokens of every item come last, int32 [B] position of the first of each or None if all are
     real). One look at the values a forward: the answer is kept on the mask, which all layers share."""
     if pattern.key_mask is None:
         return True, None
+    kv_len = pattern.key_mask.shape[-1]
+    if kv_len != reading.kv_len:
+        return False, None
     found = getattr(pattern.key_mask, _STARTS, None)
     if found is None:
-        kv_len = pattern.key_mask.shape[-1]
         starts = kv_len - pattern.key_mask.sum(dim=-1, dtype=torch.int32)
         last = torch.arange(kv_len, device=starts.device) >= starts[:, None]
         found = (torch.equal(last, pattern.key_mask), starts)
         setattr(pattern.key_mask, _STARTS, found)
     known, starts = found
-    return (True, starts + first) if known else (False, None)
+    return (True, starts + reading.first) if known else (False, None)
