@@ -99,7 +99,8 @@ def test_the_same_bytes_as_the_reference(pieces: list[int], dim: int, dtype: tor
     assert torch.equal(card.k_mean.cpu(), mirror.k_mean) and torch.equal(card.v_mean.cpu(), mirror.v_mean)
     ends = (card.length + PAGE_TOKENS - 1) // PAGE_TOKENS
     assert torch.equal(card.records(0, ends).cpu(), mirror.records(0, ends))
-    assert torch.equal(card.tail.cpu()[..., : card.length, :], mirror.tail[..., : card.length, :])
+    slots = torch.arange(max(0, ends - 2) * PAGE_TOKENS, card.length) % card.tail.shape[3]  # of the last two pages
+    assert torch.equal(card.tail.cpu()[..., slots, :], mirror.tail[..., slots, :])
 
 
 @pytest.mark.gpu
