@@ -18,6 +18,7 @@ from sage_patch.reference import pages as reference
 from sage_patch.reference.pages import PAGE_TOKENS, SLAB_PAGES, SLAB_TOKENS, TAIL_TOKENS, record_of
 from sage_patch.reference.sm90_prepare import padded_dim
 
+FRESH_ROWS = 64  # query rows of one kv head up to which `attend` can store fresh tokens
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -34,6 +35,8 @@ class Pages:
         tokens that came before the store first held a whole page, and stay from then on.
     dim: head_dim padded to 64 or 128. version: changes with everything stored. pages_reopened: how often `crop` had
         to fill the tail from a page, which gives that page's tokens a second rounding.
+    fresh: key and value of the last tokens, where they still wait for `settle`, or for `attend`, which stores few
+        tokens on its way (on a GPU: one launch less in every step).
     window: a query sees this many tokens, its own included; None: all. keep_past: hold what has left the window, so
         that `crop` can go back (until the next `crop`).
     max_length: how many tokens it can hold, allocated at once unless there is a window; None: no limit.
@@ -74,6 +77,7 @@ class Pages:
         self.length = 0
         self.tail_start = 0
         self.pages_reopened = 0
+        self.fresh: tuple[Tensor, Tensor] | None = None
         self.version = 0
         self._slab_table: Tensor | None = None
         if self._is_static:
@@ -109,6 +113,7 @@ class Pages:
         self._check(key, value)
         if key.shape[2] == 0:
             return
+        self.settle()
         held, end = self.length, self.length + key.shape[2]
         if self.max_length is not None and end > self.max_length:
             raise ValueError(
@@ -118,7 +123,12 @@ class Pages:
             # The new tokens' queries see back from the first of them; the first append has its own keys at hand.
             self._drop_before((held or end) - self.window + 1)
         self._grow(end)
-        self._backend().append(self, key.detach(), value.detach())
+        key, value = key.detach(), value.detach()
+        backend = self._backend()
+        if backend is not reference and PAGE_TOKENS <= held and held // PAGE_TOKENS == (end - 1) // PAGE_TOKENS:
+            self.fresh = (key, value)
+        else:
+            backend.append(self, key, value)
         self.length = end
         self.tail_start = max(self.tail_start, end - TAIL_TOKENS)
         self.version += 1
@@ -146,10 +156,23 @@ class Pages:
             raise ValueError(
                 f"queries see back to token {first}, and the store has dropped what came before {self.first_token}"
             )
-        return self._backend().attend(
+        if query.shape[1] // self.num_kv_heads * query.shape[2] > FRESH_ROWS:
+            self.settle()
+        result: tuple[Tensor, Tensor | None] = self._backend().attend(
             self, query, scale=scale, left=left, is_causal=is_causal, kv_starts=kv_starts, attn_mask=attn_mask,
             softcap=softcap, sinks=sinks, return_lse=return_lse,
         )  # fmt: skip
+        self.fresh = None
+        return result
+
+    def settle(self) -> None:
+        """Store the tokens that wait in `fresh`. Whatever reads or changes what is stored does this first."""
+        if self.fresh is not None:
+            (key, value), self.fresh = self.fresh, None
+            end = self.length
+            self.length -= key.shape[2]
+            self._backend().append(self, key, value)
+            self.length = end
 
     def first_key(self, q_len: int, left: int, attn_mask: Tensor | None = None) -> int:
         """Position of the first key that any of the last q_len tokens' queries can see, by `attend`'s arguments."""
@@ -157,6 +180,7 @@ class Pages:
 
     def records(self, first_page: int, end_page: int) -> Tensor:
         """A copy of some pages' records, uint8 [batch, num_kv_heads, pages, record]."""
+        self.settle()
         parts = []
         while first_page < end_page:
             slab, page = divmod(first_page, SLAB_PAGES)
@@ -184,6 +208,7 @@ class Pages:
         (128 tokens back, or more), they come from the page itself: see pages_reopened. Raises RuntimeError if the
         window's tokens before the new end were dropped.
         """
+        self.settle()
         end = self.length - min(count, self.length)
         if self.window is not None and max(0, end - self.window + 1) < self.first_token:
             raise RuntimeError(
@@ -206,6 +231,7 @@ class Pages:
     def reset(self) -> None:
         """Forget all tokens; the next `append` takes new means."""
         self.length = self.tail_start = self.first_slab = 0
+        self.fresh = None
         self.version += 1
         if not self._is_static:
             self._set_slabs([])
@@ -268,6 +294,7 @@ class Pages:
         self._slab_table = None
 
     def _change_batch(self, change: Callable[[Tensor, int], Tensor], batch: int) -> None:
+        self.settle()
         self.batch = batch
         with torch.inference_mode(False):
             for i, slab in enumerate(self.slabs):  # one at a time, so that only one is held twice
@@ -278,4 +305,5 @@ class Pages:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has slabs of its own, and so another table."""
+        self.settle()
         return {**self.__dict__, "_slab_table": None}

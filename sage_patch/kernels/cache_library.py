@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sage_patch.kernels import library
-from sage_patch.reference.pages import SLAB_PAGES
-
-if TYPE_CHECKING:
-    from sage_patch.pages import Pages
 
 # struct Sage2Pages of sage2_pages.h
 _ARGS = struct.Struct("@I12i2f3i13PNP16q")
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 _NO_STRIDES = (0, 0, 0)
 _library: ctypes.CDLL | None = None
+
+
+class Store(Protocol):
+    """What the kernels need of sage_patch.pages.Pages, which says what each is."""
+
+    num_kv_heads: int
+    length: int
+    first_slab: int
+    slabs: list[Tensor]
+    tail: Tensor
+    k_mean: Tensor
+    v_mean: Tensor
+    fresh: tuple[Tensor, Tensor] | None
+
+    @property
+    def slab_table(self) -> Tensor: ...
 
 
 def _load() -> ctypes.CDLL:
@@ -49,7 +61,7 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 or tensor.shape[3] == 1 else tensor.contiguous()
 
 
-def append(pages: Pages, key: Tensor, value: Tensor) -> None:
+def append(pages: Store, key: Tensor, value: Tensor) -> None:
     """Write `key` and `value` [batch, num_kv_heads, n, head_dim] behind the store's `length` tokens: into the tail, and
     into every page that they touch. With less than a page stored, the means are taken anew, of all tokens.
 
@@ -62,7 +74,7 @@ def append(pages: Pages, key: Tensor, value: Tensor) -> None:
     ks, vs = key.stride(), value.stride()
     args = _ARGS.pack(
         _ARGS.size, index, _dtype_code(key), batch, heads, heads, head_dim, tokens, pages.length,
-        SLAB_PAGES, pages.first_slab, 1, -1, 1.0, 0.0, 0, 0, 0,
+        pages.slabs[0].shape[2], pages.first_slab, 1, -1, 1.0, 0.0, 0, 0, 0,
         0, key.data_ptr(), value.data_ptr(), 0, 0, pages.slab_table.data_ptr(), pages.tail.data_ptr(),
         pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), 0, 0, 0, 0, 0, torch._C._cuda_getCurrentRawStream(index),
         *_NO_STRIDES, *ks[:3], *vs[:3], *_NO_STRIDES, 0, 0, 0, 0,
@@ -71,7 +83,7 @@ def append(pages: Pages, key: Tensor, value: Tensor) -> None:
 
 
 def attend(
-    pages: Pages,
+    pages: Store,
     query: Tensor,
     *,
     scale: float,
@@ -91,9 +103,14 @@ def attend(
     hidden. softcap 0: none. sinks: [heads].
     Returns the output, laid out [batch, q_len, heads, head_dim] in memory, and if asked the natural log-sum-exp of the
     true scaled scores, float32 [batch, heads, q_len]. A row that sees no key is zero, its log-sum-exp -inf.
+    Tokens that wait in `pages.fresh` are stored on the way, as `append` would; `fresh` is the caller's to empty.
     """
     lib = _library or _load()
     query = _rows(query)
+    fresh, key, value, strides = 0, 0, 0, 2 * _NO_STRIDES
+    if pages.fresh is not None:
+        k, v = (_rows(x) for x in pages.fresh)
+        fresh, key, value, strides = k.shape[2], k.data_ptr(), v.data_ptr(), k.stride()[:3] + v.stride()[:3]
     index = query.get_device()
     batch, heads, tokens, head_dim = query.shape
     out = query.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
@@ -114,11 +131,10 @@ def attend(
     def packed(workspace: int, size: int, stream: int) -> bytes:
         return _ARGS.pack(
             _ARGS.size, index, _dtype_code(query), batch, heads, pages.num_kv_heads, head_dim, tokens, pages.length,
-            SLAB_PAGES, pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
-            0, query.data_ptr(), 0, 0, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-            pages.slab_table.data_ptr(), 0, pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), starts, mask, sink,
-            workspace, size, stream, *qs[:3], *_NO_STRIDES, *_NO_STRIDES,
-            *os[:3], *mask_strides,
+            pages.slabs[0].shape[2], pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
+            fresh, query.data_ptr(), key, value, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+            pages.slab_table.data_ptr(), pages.tail.data_ptr(), pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), starts,
+            mask, sink, workspace, size, stream, *qs[:3], *strides, *os[:3], *mask_strides,
         )  # fmt: skip
 
     size = _on_device(lib.sage2_pages_workspace_bytes, packed(0, 0, 0), index)
