@@ -86,6 +86,7 @@ int sage2_pages_attend(const Sage2Pages *a) {
     if (!a->k || !a->v || !a->tail) return fail(SAGE2_ERR_ARGUMENT, "a tensor pointer is null");
     p.k = view(a->k, a->k_strides, a->batch, a->kv_heads, a->fresh, a->head_dim), p.v = view(a->v, a->v_strides, a->batch, a->kv_heads, a->fresh, a->head_dim);
   }
+  if (a->fresh && (!p.k.vector || !p.v.vector)) return fail(SAGE2_ERR_UNSUPPORTED, "fresh tokens need rows that start on 16 bytes and a head_dim that is a multiple of 8; head_dim is %d", a->head_dim);
   plan_pages_attend(p, sms);
   const size_t partial = align256(pages_partial_bytes(p)), need = partial + align256(pages_stats_bytes(p));
   if (need && (!a->workspace || (uintptr_t)a->workspace % 256 || a->workspace_bytes < need))

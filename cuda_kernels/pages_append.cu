@@ -9,9 +9,13 @@ namespace {
 constexpr int kThreads = 512;
 
 template<int DIM> __global__ void __launch_bounds__(kThreads, 1) append(const __grid_constant__ PageParams p) {
-  __shared__ PageShared<DIM, kThreads> sh;
+  extern __shared__ __align__(16) uint8_t smem[];
+  auto &sh = *(PageShared<DIM, kThreads> *)smem;
   const int page = p.first_page + blockIdx.x, head = blockIdx.y;
-  quantize_page<DIM, kThreads, false>(p, head, page, p.length, p.length + p.tokens, threadIdx.x, sh, {record_of(p, head, page), nullptr, nullptr}, [] { __syncthreads(); });
+  const auto sync = [] { __syncthreads(); };
+  const PageTarget to = {record_of(p, head, page), nullptr, nullptr};
+  if (p.k.vector && p.v.vector) quantize_page<DIM, kThreads, false, true>(p, head, page, p.length, p.length + p.tokens, threadIdx.x, sh, to, sync);
+  else quantize_page<DIM, kThreads, false, false>(p, head, page, p.length, p.length + p.tokens, threadIdx.x, sh, to, sync);
 }
 
 // The smoothing vectors of a store that has no whole page yet, from samples of all its tokens and the new ones, as quantize.cu
@@ -46,8 +50,13 @@ template<int DIM> __global__ void __launch_bounds__(2 * DIM) means(const __grid_
 }  // namespace
 
 cudaError_t load_pages_append() {
-  const cudaError_t err = cudaFuncSetAttribute(append<64>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  return err == cudaSuccess ? cudaFuncSetAttribute(append<128>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared) : err;
+  cudaError_t err = cudaSuccess;
+  for (int dim = 64; dim <= 128 && err == cudaSuccess; dim *= 2) {
+    const auto kernel = dim == 64 ? append<64> : append<128>;
+    err = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dim == 64 ? sizeof(PageShared<64, kThreads>) : sizeof(PageShared<128, kThreads>));
+    if (err == cudaSuccess) err = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  }
+  return err;
 }
 
 // Pages are written side by side, and two pages that are two apart share slots of the tail. A page that reads older tokens
@@ -55,15 +64,17 @@ cudaError_t load_pages_append() {
 cudaError_t launch_pages_append(PageParams &p, cudaStream_t stream) {
   const int begun = p.length / kTileTokens, first = std::max(begun, p.first_slab << p.slab_shift);      // slabs before first_slab are gone
   const int last = (p.length + p.tokens - 1) / kTileTokens;
-  const auto kernel = padded_dim(p.head_dim) == 64 ? append<64> : append<128>;
+  const bool small = padded_dim(p.head_dim) == 64;
+  const auto kernel = small ? append<64> : append<128>;
+  const size_t bytes = small ? sizeof(PageShared<64, kThreads>) : sizeof(PageShared<128, kThreads>);
   const int alone = first == begun && p.length % kTileTokens && last - first >= 2 ? 1 : 0;
   // With less than a page stored everything is written anew, and so may rest on new means.
   if (p.length < kTileTokens)
-    padded_dim(p.head_dim) == 64 ? means<64><<<p.batch * p.kv_heads, 128, 0, stream>>>(p) : means<128><<<p.batch * p.kv_heads, 256, 0, stream>>>(p);
+    small ? means<64><<<p.batch * p.kv_heads, 128, 0, stream>>>(p) : means<128><<<p.batch * p.kv_heads, 256, 0, stream>>>(p);
   p.first_page = first;
-  if (alone) kernel<<<dim3(1, p.batch * p.kv_heads), kThreads, 0, stream>>>(p);
+  if (alone) kernel<<<dim3(1, p.batch * p.kv_heads), kThreads, bytes, stream>>>(p);
   p.first_page = first + alone;
-  kernel<<<dim3(last - first + 1 - alone, p.batch * p.kv_heads), kThreads, 0, stream>>>(p);
+  kernel<<<dim3(last - first + 1 - alone, p.batch * p.kv_heads), kThreads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -46,39 +46,30 @@ SAGE2_DEV Work work_of(const PageParams &p) {
   return w;
 }
 
-// 16 packed rows into shared memory as INT8, with their scales and their dots with K's mean. DIM / 8 lanes hold a row.
-template<int DIM> SAGE2_DEV void load_rows(const PageParams &p, const Work &work, int first, const QBuffer &to) {
-  constexpr int kLanes = DIM / 8, kPass = 32 / kLanes;
-  const int lane = threadIdx.x & 31, channel = lane % kLanes * 8;
+// A warpgroup's packed rows into shared memory as INT8, with their scales and their dots with K's mean. DIM / 8 lanes hold a row.
+// Rolled up: the code of a step runs once and comes from memory, so its length is time.
+template<int DIM> SAGE2_DEV void load_rows(const PageParams &p, const Work &work, int row0, const QBuffer &to) {
+  constexpr int kLanes = DIM / 8;
+  const int tid = threadIdx.x & 127, channel = tid % kLanes * 8;
   #pragma unroll 1
-  for (int part = 0; part < 16 && work.row0 + first + part < work.row_end; part += 4 * kPass) {      // rows that do not exist harm no others
-    uint4 x[4];
+  for (int slot = tid / kLanes; slot - tid % 32 / kLanes < min(64, work.row_end - row0); slot += 128 / kLanes) {      // the same for a warp
+    const int row = row0 + slot, token = row / p.heads_per_kv, h = work.kv * p.heads_per_kv + row - token * p.heads_per_kv;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (row < work.row_end) x = load_channels(p.q.data + work.b * p.q.batch + h * p.q.head + token * p.q.token, channel, p.head_dim, p.q.vector);
+    uint32_t top = max_magnitude(0, x);
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = work.row0 + first + part + i * kPass + lane / kLanes, token = row / p.heads_per_kv;
-      const int h = work.kv * p.heads_per_kv + row - token * p.heads_per_kv;
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (row < work.row_end) x[i] = load_channels(p.q.data + work.b * p.q.batch + h * p.q.head + token * p.q.token, channel, p.head_dim, p.q.vector);
-    }
-    #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int slot = first + part + i * kPass + lane / kLanes;
-      uint32_t top = max_magnitude(0, x[i]);
+    for (int s = 1; s < kLanes; s *= 2) top = max_magnitude(top, __shfl_xor_sync(~0u, top, s));
+    const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));
+    store_q<DIM>(to, slot, channel, x, p.bf16, s8.inverse);
+    if (channel == 0) store_shared(to.scale + 4 * row_slot(slot), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
+    if (p.need_dot) {
+      float dot = dot8(x, p.bf16, p.k_mean + ((int64_t)work.b * p.kv_heads + work.kv) * DIM + channel, 0.f);
       #pragma unroll
-      for (int s = 1; s < kLanes; s *= 2) top = max_magnitude(top, __shfl_xor_sync(~0u, top, s));
-      const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));
-      store_q<DIM>(to, slot, channel, x[i], p.bf16, s8.inverse);
-      if (channel == 0) store_shared(to.scale + 4 * row_slot(slot), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
-      if (p.need_dot) {
-        float dot = dot8(x[i], p.bf16, p.k_mean + ((int64_t)work.b * p.kv_heads + work.kv) * DIM + channel, 0.f);
-        #pragma unroll
-        for (int s = 1; s < kLanes; s *= 2) dot += __shfl_xor_sync(~0u, dot, s);
-        if (channel == 0) store_shared(to.dot + 4 * row_slot(slot), __float_as_uint(dot * p.scale));
-      }
+      for (int s = 1; s < kLanes; s *= 2) dot += __shfl_xor_sync(~0u, dot, s);
+      if (channel == 0) store_shared(to.dot + 4 * row_slot(slot), __float_as_uint(dot * p.scale));
     }
   }
   async_proxy_fence();
-  __syncwarp();
 }
 
 // Keys that a boolean mask hides from a row; `row` points at the row's first column. Rare: read byte by byte.
@@ -130,7 +121,8 @@ SAGE2_DEV Closing close_row(const PageParams &p, int b, int h, int token, float 
   return l == 0.f ? Closing{0.f, 0.f} : Closing{__fdividef(shrink, l), kept};
 }
 
-template<int DIM> __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ PageParams p) {
+// EXTRA: with a mask or softcap; apart, for the same reason.
+template<int DIM, bool EXTRA> __global__ void __launch_bounds__(kThreads, 1) attend(const __grid_constant__ PageParams p) {
   using R = Ring<DIM>;
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t s0 = smem_address(smem), full = s0 + R::at_barrier, empty = full + 8 * R::stages;
@@ -138,9 +130,9 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) attend(const __
   const Work work = work_of(p);
   const int tiles = work.end - work.begin;
   // The CTA with the newest page stores fresh tokens before it reads: that page comes first then, from the CTA's own threads, which
-  // work in the last two stages meanwhile.
+  // work in the last three stages meanwhile.
   const bool stores = p.fresh && tiles && work.end * kTileTokens >= p.length;
-  const int early = stores ? R::stages - 2 : R::stages;
+  const int early = stores ? R::stages - 3 : R::stages;
   auto page_of = [&](int i) { return !stores ? work.begin + i : i ? work.begin + i - 1 : work.end - 1; };
 
   if (w == 2) {
@@ -175,10 +167,10 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) attend(const __
   registers_grow<kConsumerRegisters>();
   if (stores) {
     auto &scratch = *(PageShared<DIM, 256> *)(smem + R::at_stages + early * R::stage);
-    static_assert(sizeof(PageShared<DIM, 256>) <= 2 * R::stage, "two stages");
+    static_assert(sizeof(PageShared<DIM, 256>) <= 3 * R::stage, "three stages");
     uint8_t *const stage0 = smem + R::at_stages;
     const PageTarget to = {record_of(p, blockIdx.z, work.end - 1), stage0, stage0 + R::at_scales};
-    quantize_page<DIM, 256, true>(p, blockIdx.z, work.end - 1, p.length - p.fresh, p.length, threadIdx.x, scratch, to, [] { named_sync(kStoring, 256); });
+    quantize_page<DIM, 256, true, true>(p, blockIdx.z, work.end - 1, p.length - p.fresh, p.length, threadIdx.x, scratch, to, [] { named_sync(kStoring, 256); });
     named_sync(kStoring, 256);
   }
   for (int st = 0; st < R::stages; st++)                                  // E4M3 ones; the bulk copies never touch these rows
@@ -187,11 +179,7 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) attend(const __
   const int lane = threadIdx.x & 31, c = lane & 3;
   const int rows_from = p.split_tiles ? 0 : 64 * w;                       // this warpgroup's 64 rows, counted from work.row0
   const QBuffer q = {s0 + w * R::q, s0 + R::at_rows + w * 512, s0 + R::at_rows + w * 512 + 256};
-  {
-    Work mine = work;
-    mine.row0 += rows_from;
-    load_rows<DIM>(p, mine, warp * 16, q);
-  }
+  load_rows<DIM>(p, work, work.row0 + rows_from, q);
   named_sync(kReady, kReadyThreads);                                                // Q, the ones and the barriers are ready
   const int r = warp * 16 + (lane >> 2), row0 = work.row0 + rows_from + r;                // a thread holds rows row0 and row0 + 8
   const int token0 = row0 / p.heads_per_kv, token1 = (row0 + 8) / p.heads_per_kv;
@@ -201,7 +189,7 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) attend(const __
   const int begin0 = max(work.start, token0 + p.offset - p.left), begin1 = max(work.start, token1 + p.offset - p.left);
   const int warp_last = max(__reduce_max_sync(~0u, begin0), __reduce_max_sync(~0u, begin1)), warp_end = min(__reduce_min_sync(~0u, end0), __reduce_min_sync(~0u, end1));
   const uint8_t *mask0 = nullptr, *mask1 = nullptr;
-  if (p.mask) {
+  if (EXTRA && p.mask) {
     auto row_of = [&](int row, int token) {
       row = min(row, p.rows - 1), token = min(token, p.tokens - 1);
       return p.mask + work.b * p.mask_batch + (work.kv * p.heads_per_kv + row % p.heads_per_kv) * p.mask_head + token * p.mask_row;
@@ -226,13 +214,13 @@ template<int DIM> __global__ void __launch_bounds__(kThreads, 1) attend(const __
       const float k_scale = load_shared(at + R::at_scales + 4 * c);
       const bool partial = first < warp_last || first + kTileTokens > warp_end;
       if (partial) hide(S, end0 - first, end1 - first, c), hide_before(S, begin0 - first, begin1 - first, c);
-      if (p.mask) hide_by_mask(S, p, mask0, mask1, first - p.mask_first, c);
+      if (EXTRA && p.mask) hide_by_mask(S, p, mask0, mask1, first - p.mask_first, c);
       const uint4 lost = load_shared4(at + R::at_scales + 4 * (kScaleGroups + DIM));
       if (lost.x | lost.y | lost.z | lost.w) see_lost(S, lost, c, l0, l1);
-      if (p.softcap != 0.f) {
+      if (EXTRA && p.softcap != 0.f) {
         logits(S, step_of(k_scale, q_scale.x), step_of(k_scale, q_scale.y), dot.x * kLog2e, dot.y * kLog2e, {p.softcap, p.softcap_step}, {nullptr, nullptr, 0, kNoMask, 0, false}, c);
         softmax_fp8<kLogits>(S, k_scale, q_scale.x, q_scale.y, state);
-      } else if (partial || p.mask) softmax_fp8<kSomeHidden>(S, k_scale, q_scale.x, q_scale.y, state);
+      } else if (partial || (EXTRA && p.mask)) softmax_fp8<kSomeHidden>(S, k_scale, q_scale.x, q_scale.y, state);
       else softmax_fp8<kAllSeen>(S, k_scale, q_scale.x, q_scale.y, state);
       pack_probabilities(S, P);
     } else {
@@ -334,18 +322,20 @@ template<int DIM> __global__ void __launch_bounds__(kCombineThreads) combine(con
 }
 
 struct Entry { void (*attend)(PageParams), (*combine)(PageParams); int bytes; };
-Entry entry(int head_dim) {
-  return padded_dim(head_dim) == 64 ? Entry{attend<64>, combine<64>, Ring<64>::bytes} : Entry{attend<128>, combine<128>, Ring<128>::bytes};
+Entry entry(int head_dim, bool extra) {
+  if (padded_dim(head_dim) == 64) return {extra ? attend<64, true> : attend<64, false>, combine<64>, Ring<64>::bytes};
+  return {extra ? attend<128, true> : attend<128, false>, combine<128>, Ring<128>::bytes};
 }
 
 }  // namespace
 
 cudaError_t load_pages() {
   cudaError_t err = load_pages_append();
-  for (int dim = 64; dim <= 128 && err == cudaSuccess; dim *= 2) {
-    err = cudaFuncSetAttribute(entry(dim).attend, cudaFuncAttributeMaxDynamicSharedMemorySize, entry(dim).bytes);
+  for (int i = 0; i < 4 && err == cudaSuccess; i++) {
+    const Entry e = entry(64 << i / 2, i % 2);
+    err = cudaFuncSetAttribute(e.attend, cudaFuncAttributeMaxDynamicSharedMemorySize, e.bytes);
     // The same split of L1 and shared memory for all kernels of a step: changing it waits for an idle SM.
-    if (err == cudaSuccess) err = cudaFuncSetAttribute(entry(dim).combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (err == cudaSuccess) err = cudaFuncSetAttribute(e.combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   }
   return err;
 }
@@ -377,7 +367,7 @@ size_t pages_stats_bytes(const PageParams &p) {
 }
 
 cudaError_t launch_pages_attend(const PageParams &p, cudaStream_t stream) {
-  const Entry e = entry(p.head_dim);
+  const Entry e = entry(p.head_dim, p.mask || p.softcap != 0.f);
   const int heads = p.batch * p.kv_heads;
   e.attend<<<dim3(p.splits, p.row_tiles, heads), kThreads, e.bytes, stream>>>(p);
   if (p.slots > 1) e.combine<<<dim3(p.rows, heads), kCombineThreads, 0, stream>>>(p);

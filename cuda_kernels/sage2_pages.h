@@ -31,7 +31,7 @@ typedef struct Sage2Pages {
   int32_t mask_columns;          /* keys outside them are hidden */
   int32_t fresh;                 /* attend: so many of the `length` tokens are not stored yet and are given as k and v; attend stores them as
                                     append would. They must lie in one page, which is not the first, and tokens x heads / kv_heads
-                                    must be at most 64. 0: none */
+                                    must be at most 64; their rows start on 16 bytes. 0: none */
   const void *q, *k, *v;         /* q: attend, [batch, heads, tokens, head_dim]; k, v: [batch, kv_heads, tokens (append) or fresh, head_dim] */
   void *out;                     /* as q */
   float *lse;                    /* [batch, heads, tokens], or null */

@@ -125,7 +125,8 @@ class Pages:
         self._grow(end)
         key, value = key.detach(), value.detach()
         backend = self._backend()
-        if backend is not reference and PAGE_TOKENS <= held and held // PAGE_TOKENS == (end - 1) // PAGE_TOKENS:
+        one_page = PAGE_TOKENS <= held and held // PAGE_TOKENS == (end - 1) // PAGE_TOKENS
+        if backend is not reference and one_page and _aligned(key) and _aligned(value):
             self.fresh = (key, value)
         else:
             backend.append(self, key, value)
@@ -307,3 +308,11 @@ class Pages:
         """A copy has slabs of its own, and so another table."""
         self.settle()
         return {**self.__dict__, "_slab_table": None}
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether every row starts on 16 bytes, as the kernels want it of tokens that `attend` stores."""
+    stride = x.stride()
+    return not (
+        x.data_ptr() % 16 or stride[0] % 8 or stride[1] % 8 or stride[2] % 8 or x.shape[3] % 8 or stride[3] != 1
+    )

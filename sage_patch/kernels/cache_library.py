@@ -107,7 +107,8 @@ def attend(
     """
     lib = _library or _load()
     query = _rows(query)
-    fresh, key, value, strides = 0, 0, 0, 2 * _NO_STRIDES
+    fresh, key, value = 0, 0, 0
+    strides: tuple[int, ...] = 2 * _NO_STRIDES
     if pages.fresh is not None:
         k, v = (_rows(x) for x in pages.fresh)
         fresh, key, value, strides = k.shape[2], k.data_ptr(), v.data_ptr(), k.stride()[:3] + v.stride()[:3]
@@ -133,8 +134,8 @@ def attend(
             _ARGS.size, index, _dtype_code(query), batch, heads, pages.num_kv_heads, head_dim, tokens, pages.length,
             pages.slabs[0].shape[2], pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
             fresh, query.data_ptr(), key, value, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-            pages.slab_table.data_ptr(), pages.tail.data_ptr(), pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), starts,
-            mask, sink, workspace, size, stream, *qs[:3], *strides, *os[:3], *mask_strides,
+            pages.slab_table.data_ptr(), pages.tail.data_ptr(), pages.k_mean.data_ptr(), pages.v_mean.data_ptr(),
+            starts, mask, sink, workspace, size, stream, *qs[:3], *strides, *os[:3], *mask_strides,
         )  # fmt: skip
 
     size = _on_device(lib.sage2_pages_workspace_bytes, packed(0, 0, 0), index)

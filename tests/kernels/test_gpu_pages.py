@@ -224,7 +224,7 @@ def test_attention_stores_fresh_tokens_on_its_way(dim: int, fresh: int, q_len: i
     assert lse is not None and want_lse is not None
     ends = (held + fresh + PAGE_TOKENS - 1) // PAGE_TOKENS
     assert torch.equal(waiting.records(0, ends), stored.records(0, ends))
-    assert torch.equal(waiting.tail, stored.tail)
+    assert torch.equal(waiting.tail.nan_to_num(7.0), stored.tail.nan_to_num(7.0))
     assert torch.equal(out.isnan(), want.isnan()) and out[1].isnan().all() == bool(q_len <= fresh + 3)
     good = ~want.isnan()
     assert (out - want)[good].abs().sum() / want[good].abs().sum() < 0.02  # parts are cut elsewhere
