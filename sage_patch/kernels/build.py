@@ -25,7 +25,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-UNITS = ("fwd_sm90_masked.cu", "fwd_sm90_adjusted.cu", "fwd_sm90.cu", "quantize.cu", "masks.cu", "api.cu")
+UNITS = (
+    "fwd_sm90_masked.cu",
+    "fwd_sm90_adjusted.cu",
+    "fwd_sm90.cu",
+    "quantize.cu",
+    "masks.cu",
+    "smooth_q.cu",
+    "api.cu",
+)
 # What each architecture of a build asks for; the key is what users and error messages say.
 ARCHITECTURES = {"90": "arch=compute_90a,code=sm_90a"}
 FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
