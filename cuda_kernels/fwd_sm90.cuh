@@ -225,12 +225,15 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
           const int last_row = load_shared_int(limits + 8), mine = (tid >> 5 & 3) * 16 + (tid >> 2 & 7), size = p.mask.kind == kFloat32 ? 4 : 2;
           const uint8_t *bias = (const uint8_t *)((uint64_t)at.w << 32 | at.z) + key_tile() * kTileTokens * p.mask.column * size;
           const float most = p.int4 ? kMaxStepInt4 : kMaxStep;
-          const float2 of_tile = load_shared2(limits + 32);
-          const float *correction = (const float *)((uint64_t)__float_as_uint(of_tile.y) << 32 | __float_as_uint(of_tile.x)) + key_tile() * kTileTokens;
+          const float *correction = nullptr;
+          if (kSmooths && p.smooth_q) {
+            const float2 rows = load_shared2(limits + 32);
+            correction = (const float *)((uint64_t)__float_as_uint(rows.y) << 32 | __float_as_uint(rows.x)) + key_tile() * kTileTokens;
+          }
           logits(S, step_of(k_scale, q_scale.x, most), step_of(k_scale, q_scale.y, most), dot.x * kLog2e, dot.y * kLog2e, {p.softcap, p.softcap_step},
                  {bias + min(mine, last_row) * p.mask.row * size, bias + min(mine + 8, last_row) * p.mask.row * size, p.mask.column,
                   partial && p.mask.data ? p.mask.kind : kNoMask, p.kv_len - 1 - key_tile() * kTileTokens, p.mask.pairs != 0},
-                 kSmooths && p.smooth_q ? correction : nullptr, tid & 3);
+                 correction, tid & 3);
         }
         if constexpr (FP16) {
           uint32_t P[32];
