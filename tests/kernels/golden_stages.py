@@ -25,7 +25,6 @@ from sage_patch.reference import tile_image as ti
 from sage_patch.reference.float32 import e4m3_value, exp2, exp2_band, to_half
 
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
-INT4_RECIPES = ("qk_int4_pv_fp8", "qk_int4_pv_fp16")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Case:
 
     @property
     def recipes(self) -> tuple[str, ...]:
-        return INT4_RECIPES if self.int4 else RECIPES
+        return tuple(r.replace("int8", "int4") for r in RECIPES) if self.int4 else RECIPES
 
     @property
     def batch(self) -> int:
@@ -105,8 +104,8 @@ CASES = (
     Case("padding", 64, 33, 300, heads=1, padding=True, v_offset=40.0, keep=8),
     Case("left_padding", 64, 67, 200, heads=1, kv_starts=(9,), is_causal=True, top_left=True, keep=13),
     Case("sequences", 64, 80, 222, heads=1, is_causal=True, keep=5, sequences=((5, 77), (0, 10), (67, 130), (3, 0))),
-    Case("int4", 64, 200, 200, torch.float16, heads=1, is_causal=True, k_bias=4.0, keep=19, int4=True),
-    Case("int4_d128", 128, 70, 200, v_offset=8.0, keep=14, int4=True),
+    Case("int4", 64, 200, 200, torch.float16, heads=1, is_causal=True, k_bias=4.0, keep=37, int4=True),
+    Case("int4_d128", 128, 70, 200, v_offset=8.0, keep=31, int4=True),
     Case("int4_padding", 40, 33, 300, heads=1, padding=True, keep=11, int4=True),
     Case("int4_mask", 64, 67, 300, heads=1, mask=torch.float16, softcap=20.0, k_bias=4.0, keep=16, int4=True),
     Case("int4_sequences", 64, 80, 222, heads=1, is_causal=True, keep=7, sinks=(1.5,), int4=True,
