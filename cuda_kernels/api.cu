@@ -79,6 +79,11 @@ size_t place(Params &p, uint8_t *base, Images *out) {
     m.counts = (int32_t *)take(planes * p.q_tiles * sizeof(int32_t));
     m.seen = (uint32_t *)take((size_t)m.mb * p.blocks * 16);
   }
+  if (p.smooth_q) {
+    const size_t blocks = (size_t)(p.cu_q ? 1 : p.batch) * p.heads * p.q_blocks;
+    p.q_mean = (float *)take(blocks * dim * sizeof(float));
+    p.correction = (float *)take(blocks * p.blocks * kTileTokens * sizeof(float));
+  }
   return at;
 }
 
@@ -96,13 +101,17 @@ int visibility(const Sage2Args *a, Params *p) {
   if (p->kv_starts && (a->mask || !a->kv_lens || p->cu_q)) return fail(SAGE2_ERR_UNSUPPORTED, "kv_starts needs kv_lens and does not support a mask or cu_seqlens beside it");
   if (p->cu_q && (a->mask || a->kv_lens)) return fail(SAGE2_ERR_UNSUPPORTED, "cu_seqlens does not support a mask or kv_lens beside it");
   const bool masked = a->left >= 0 || (!p->causal && a->right >= 0) || a->mask || a->sinks || p->cu_q || (p->kv_starts && p->top_left);
-  p->family = a->softcap != 0.f || a->mask_kind > SAGE2_MASK_BOOL ? kAdjusted : masked ? kMasked : kDense;
+  p->int4 = (a->flags & SAGE2_INT4) != 0, p->smooth_q = (a->flags & SAGE2_SMOOTH_Q) != 0;
+  p->all_logits = a->softcap != 0.f || p->int4 || p->smooth_q;
+  p->family = p->all_logits || a->mask_kind > SAGE2_MASK_BOOL ? kAdjusted : masked ? kMasked : kDense;
   p->heads_per_kv = p->heads / p->kv_heads;
   p->need_dot = a->lse || a->sinks || a->softcap != 0.f;
   const int rows = p->tile_rows = query_tile_rows(padded_dim(p->head_dim), p->fp16_pv, (Family)p->family);
   p->q_tiles = (p->q_len + rows - 1) / rows;
   p->total = p->batch * p->heads * p->q_tiles;
   if (p->cu_q) p->blocks = p->kv_len / kTileTokens + p->batch, p->total = p->heads * (p->q_len / rows + p->batch);
+  p->q_blocks = p->cu_q ? p->q_len / kSmoothRows + p->batch : (p->q_len + kSmoothRows - 1) / kSmoothRows;
+  if (p->smooth_q && smooth_q_ctas(*p) > INT32_MAX) return fail(SAGE2_ERR_UNSUPPORTED, "SAGE2_SMOOTH_Q: batch %d x heads %d x q_len %d x kv_len %d is too large", p->batch, p->heads, p->q_len, p->kv_len);
   if (a->mask) {
     Mask &m = p->mask;
     const int64_t *s = a->mask_strides;
@@ -123,7 +132,7 @@ int shapes(const Sage2Args *a, Params *p) {
   if (a->batch < 1 || a->heads < 1 || a->kv_heads < 1 || a->q_len < 1 || a->kv_len < 0)
     return fail(SAGE2_ERR_ARGUMENT, "batch %d, heads %d, kv_heads %d, q_len %d must be positive and kv_len %d not negative", a->batch, a->heads, a->kv_heads, a->q_len, a->kv_len);
   if (a->heads % a->kv_heads) return fail(SAGE2_ERR_ARGUMENT, "heads %d is not a multiple of kv_heads %d", a->heads, a->kv_heads);
-  const int widest = a->recipe == SAGE2_PV_FP16 ? 128 : 256;
+  const int widest = a->recipe == SAGE2_PV_FP16 || a->flags & (SAGE2_INT4 | SAGE2_SMOOTH_Q) ? 128 : 256;
   if (a->head_dim < 1 || a->head_dim > widest) return fail(SAGE2_ERR_UNSUPPORTED, "head_dim %d: 1 to %d are supported", a->head_dim, widest);
   if (a->v_head_dim < 1 || a->v_head_dim > padded_dim(a->head_dim)) return fail(SAGE2_ERR_UNSUPPORTED, "v_head_dim %d: 1 to %d are supported beside head_dim %d", a->v_head_dim, padded_dim(a->head_dim), a->head_dim);
   if (a->q_len > kMaxLength / 2 || a->kv_len > kMaxLength / 2) return fail(SAGE2_ERR_UNSUPPORTED, "q_len %d or kv_len %d exceeds %d", a->q_len, a->kv_len, kMaxLength / 2);
@@ -151,7 +160,7 @@ namespace {
 
 int fill(const Sage2Args *a, bool prepare, bool forward, Params *p, int *sms) {
   if (int code = shapes(a, p)) return code;
-  if ((prepare && a->kv_len && (!a->k || !a->v)) || (forward && (!a->q || !a->out))) return fail(SAGE2_ERR_ARGUMENT, "a tensor pointer is null");
+  if ((forward && p->smooth_q && a->kv_len && !a->k) || (prepare && a->kv_len && (!a->k || !a->v)) || (forward && (!a->q || !a->out))) return fail(SAGE2_ERR_ARGUMENT, "a tensor pointer is null");
   const size_t need = place(*p, (uint8_t *)a->workspace, &p->images);
   if (!a->workspace || (uintptr_t)a->workspace % 256 || a->workspace_bytes < need)
     return fail(SAGE2_ERR_WORKSPACE, "workspace %p of %zu bytes: %zu bytes at a multiple of 256 are needed", a->workspace, a->workspace_bytes, need);
@@ -174,6 +183,7 @@ int run(const Sage2Args *a, bool prepare, bool forward) {
   cudaError_t err;
   if (prepare && (err = launch_masks(p, stream)) != cudaSuccess) return fail_cuda(err, "launching the mask kernels");
   if (prepare && (err = launch_quantize(p, sms, stream)) != cudaSuccess) return fail_cuda(err, "launching the pre-processing");
+  if (forward && (err = launch_smooth_q(p, stream)) != cudaSuccess) return fail_cuda(err, "launching the smoothing of Q");
   if (forward && (err = launch_forward_sm90(p, sms, prepare, stream)) != cudaSuccess) return fail_cuda(err, "launching the attention kernel");
   return SAGE2_OK;
 }

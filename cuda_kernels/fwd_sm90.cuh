@@ -27,7 +27,7 @@ namespace {
 template<int DIM, bool FP16, Family FAMILY>
 __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attention(const __grid_constant__ Params p) {
   using L = Layout<DIM, FP16, FAMILY>;
-  constexpr bool kIsDense = FAMILY == kDense;
+  constexpr bool kIsDense = FAMILY == kDense, kSmooths = FAMILY == kAdjusted && DIM <= 128;     // INT4, Q's means
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t s0 = smem_address(smem);
   const Barriers<L::stages, L::consumers> bar(s0 + L::at_barrier);
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
         const int t = uniform(load_shared_int(slot + 4 * buffer));
         for (int g = w; g < L::consumers; g += 3) {            // consumer group g's 64 rows
           if (t >= 0)
-            prefetch_q<DIM>(p, decode<L::rows, kIsDense>(p, t), 64 * g, s0 + L::at_raw + w * L::raw, bar.raw_full + 8 * w, parity,
+            prefetch_q<DIM, kSmooths>(p, decode<L::rows, kIsDense>(p, t), 64 * g, s0 + L::at_raw + w * L::raw, bar.raw_full + 8 * w, parity,
                           {s0 + L::at_q + buffer * L::consumers * L::q, s0 + L::at_q_scale + buffer * L::rows * 4,
                            s0 + L::at_q_dot + buffer * L::rows * 4});
           barrier_arrive_warp(bar.q_full + 8 * (buffer * L::consumers + g), 4);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
   for (int n = 0; ; n++) {
     const uint32_t at_rows = s0 + L::at_q_scale + ((n & 1) * L::rows + 64 * w) * 4;                // (tid & 0x7C) * 2 = 4 * row_slot(r)
     if (n == 0) {                                              // nobody is ahead of the first tile: each warp loads its own rows
-      load_q<DIM>(p, decode<L::rows, kIsDense>(p, blockIdx.x), 64 * w + warp * 16, {s0 + L::at_q, s0 + L::at_q_scale, s0 + L::at_q_dot});
+      load_q<DIM, kSmooths>(p, decode<L::rows, kIsDense>(p, blockIdx.x), 64 * w + warp * 16, {s0 + L::at_q, s0 + L::at_q_scale, s0 + L::at_q_dot});
       barrier_arrive_warp(bar.q_full + 8 * w);
     }
     barrier_wait(bar.q_full + 8 * ((n & 1) * L::consumers + w), (n >> 1) & 1);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
       int end, end_masked, end_dead, end_whole = 0, end_low = 0, last = 0;        // turns; last: the key tile of turn 0
       const float *k_scales;                                   // of this head's key tiles, four each
       // What a masked tile needs, kept in memory: keys, newest key our first row may see, rows left, and where our rows of
-      // the mask begin: bits, values.
+      // the mask begin: bits, values; and where our rows' correction for Q's mean begins.
       const uint32_t limits = s0 + L::at_limits + L::limits * (4 * w + warp);
       {
         const Tile tile = decode<L::rows, kIsDense>(p, t);
@@ -157,6 +157,10 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
           const bool none = first > below;                     // from the last tile on: unseen, partial, whole, partial, unseen
           end_dead = none ? end : last - uniform(seen.end) + 1, end_masked = none ? end : max(end_dead, last - uniform(whole_end) + 1);
           end_whole = none ? end : max(end_masked, last - uniform(whole_begin) + 1), end_low = none ? end : max(end_whole, last - uniform(seen.begin) + 1);
+          if (kSmooths && p.smooth_q) {
+            const uint64_t at = (uint64_t)(p.correction + (int64_t)q_block(p, tile, 64 * w) * p.blocks * kTileTokens);
+            store_shared2(limits + 32, at, at >> 32);
+          }
           if (p.mask.data) {
             const int64_t row = (int64_t)mask_plane(p, tile) * p.mask.q_pad + tile.row0 + 64 * w;
             const uint64_t bits = (uint64_t)(p.mask.bits + row * p.blocks * 4);
@@ -220,9 +224,16 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
           const uint4 at = load_shared4(limits + 16);
           const int last_row = load_shared_int(limits + 8), mine = (tid >> 5 & 3) * 16 + (tid >> 2 & 7), size = p.mask.kind == kFloat32 ? 4 : 2;
           const uint8_t *bias = (const uint8_t *)((uint64_t)at.w << 32 | at.z) + key_tile() * kTileTokens * p.mask.column * size;
-          logits(S, step_of(k_scale, q_scale.x), step_of(k_scale, q_scale.y), dot.x * kLog2e, dot.y * kLog2e, {p.softcap, p.softcap_step},
+          const float most = p.int4 ? kMaxStepInt4 : kMaxStep;
+          const float *correction = nullptr;
+          if (kSmooths && p.smooth_q) {
+            const float2 rows = load_shared2(limits + 32);
+            correction = (const float *)((uint64_t)__float_as_uint(rows.y) << 32 | __float_as_uint(rows.x)) + key_tile() * kTileTokens;
+          }
+          logits(S, step_of(k_scale, q_scale.x, most), step_of(k_scale, q_scale.y, most), dot.x * kLog2e, dot.y * kLog2e, {p.softcap, p.softcap_step},
                  {bias + min(mine, last_row) * p.mask.row * size, bias + min(mine + 8, last_row) * p.mask.row * size, p.mask.column,
-                  partial && p.mask.data ? p.mask.kind : kNoMask, p.kv_len - 1 - key_tile() * kTileTokens, p.mask.pairs != 0}, tid & 3);
+                  partial && p.mask.data ? p.mask.kind : kNoMask, p.kv_len - 1 - key_tile() * kTileTokens, p.mask.pairs != 0},
+                 correction, tid & 3);
         }
         if constexpr (FP16) {
           uint32_t P[32];
@@ -275,7 +286,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
           auto key_tile = [&] { return p.mask.data ? load_shared_int(limits + 40) : last - turn; };
           if (kind == kUnseen) let_pass();
           else if constexpr (FAMILY == kAdjusted) {
-            if (p.softcap != 0.f || kind == kPartial) step(std::integral_constant<Scores, kLogits>(), key_tile, kind == kPartial);
+            if (p.all_logits || kind == kPartial) step(std::integral_constant<Scores, kLogits>(), key_tile, kind == kPartial);
             else step(AllSeen(), key_tile, false);
           } else if (kind == kPartial) step(std::integral_constant<Scores, FP16 ? kSomeHidden : kManyHidden>(), key_tile, true);
           else step(AllSeen(), key_tile, false);

@@ -1,4 +1,4 @@
-// The INT8 quantizer and the 16-bit loads that Q and K share.
+// The INT8 quantizer (INT4: fewer levels, the same bytes) and the 16-bit loads that Q and K share.
 #pragma once
 #include "ptx.cuh"
 
@@ -56,11 +56,11 @@ SAGE2_DEV uint32_t widen_magnitude(uint32_t top, bool bf16) {             // of 
 }
 
 struct Int8Scale { float scale, inverse; };  // x ~ q * scale, q = rint(x * inverse), the exact product rounded once
-SAGE2_DEV Int8Scale int8_scale(uint32_t amax_bits) {
+SAGE2_DEV Int8Scale int8_scale(uint32_t amax_bits, bool int4 = false) {
   const float amax = __uint_as_float(amax_bits);
   if (amax_bits >= kInfBits) return {__uint_as_float(0x7FFFFFFFu), 0.f};   // a non-finite input must stay visible
   if (amax < kTiny) return {0.f, 0.f};
-  return {__fmul_rn(amax, 1.f / 127.f), __fdiv_rn(127.f, amax)};
+  return {__fmul_rn(amax, int4 ? 1.f / 7.f : 1.f / 127.f), __fdiv_rn(int4 ? 7.f : 127.f, amax)};
 }
 // Four quantized bytes, a in the lowest. Adding 1.5 * 2^23 leaves the rounded integer in the low byte: one FFMA instead of
 // a multiplication and a conversion, which runs at an eighth of the rate.

@@ -61,13 +61,20 @@ struct Params {
   int32_t left, right;             // keys seen on each side of the diagonal, kNoLimit: all
   int32_t family, tile_rows;       // Family, and the query rows of its tiles
   int32_t need_dot;                // q . k_mean matters: for the log-sum-exp, sinks and softcap
+  // What kAdjusted alone knows:
+  int32_t all_logits;              // the scores of every tile become float logits: softcap, INT4, Q smoothing
+  int32_t int4;                    // Q and K have 7 levels on each side of zero, not 127
+  int32_t smooth_q, q_blocks;      // Q loses its mean; blocks of kSmoothRows rows of one head, of all sequences
+  float *q_mean;                   // [batch * heads][q_blocks][padded head_dim]; sequences: [heads][q_blocks]..
+  float *correction;               // [batch * heads][q_blocks][blocks * 128]: log2 units that q_mean adds to a key's logits
 };
+constexpr int kSmoothRows = 64;    // rows of Q that lose one mean: those of a consumer warpgroup
 
 // The attention kernels, from the least to the most: each knows what the one before it knows.
 enum Family {
   kDense,                          // causal or not, lengths
   kMasked,                         // mask tensors of truth values, windows, sinks, sequences laid end to end
-  kAdjusted                        // softcap, added masks
+  kAdjusted                        // softcap, added masks, INT4, Q smoothing
 };
 SAGE2_HD constexpr int padded_dim(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
 SAGE2_HD constexpr int padded_v_dim(int head_dim, int v_head_dim) { return head_dim > 128 && v_head_dim <= 128 ? 128 : padded_dim(head_dim); }
@@ -76,6 +83,9 @@ SAGE2_HD constexpr size_t v_image_bytes(int dim, bool fp16) { return (size_t)kTi
 
 // Masks, padding and sequences -> what the other launches read. Nothing to do: no launch.
 cudaError_t launch_masks(const Params &p, cudaStream_t stream);
+// The means of Q and what they add to the logits, from a workspace that launch_quantize has filled. Nothing to do: no launch.
+cudaError_t launch_smooth_q(const Params &p, cudaStream_t stream);
+int64_t smooth_q_ctas(const Params &p);      // of its larger launch
 // Both return a CUDA error code; `overlap` lets the forward kernel's start overlap the end of the pre-processing.
 cudaError_t launch_quantize(const Params &p, int sm_count, cudaStream_t stream);
 cudaError_t launch_forward_sm90(Params &p, int sm_count, bool overlap, cudaStream_t stream);

@@ -23,7 +23,7 @@ constexpr int kCacheBytes = 96 << 10;
 constexpr float kE4m3Max = 448.f;
 constexpr float kSignificance = 8.f;
 
-// What the inputs are like: known when the kernel is compiled for the usual ones, looked up for unaligned views.
+// What the inputs are like: known when the kernel is compiled for the usual ones, looked up for unaligned views, masks, INT4.
 enum Mode { kAlignedFp16, kAlignedBf16, kAny };
 template<Mode MODE> SAGE2_DEV bool is_bf16(const Params &p) { return MODE == kAny ? p.bf16 : MODE == kAlignedBf16; }
 template<Mode MODE> SAGE2_DEV int aligned(const View &view) { return MODE == kAny ? view.vector : 1; }
@@ -284,9 +284,10 @@ template<int DIM, int DV, bool FP16, Mode MODE> __global__ void __launch_bounds_
       for (int s = 1; s < 16; s *= 2) largest = max_keep_nan(largest, __shfl_xor_sync(~0u, largest, s));      // a half warp is in one group
       if (tid % 16 == 0) atomicMax(&amax[group], magnitude(largest));      // NaN > Inf > the rest
       __syncthreads();
-      const Int8Scale s8 = int8_scale(amax[group]);
+      const bool int4 = MODE == kAny && p.int4;
+      const Int8Scale s8 = int8_scale(amax[group], int4);
       const int64_t image = h.image + block;
-      if (tid < kScaleGroups) p.images.k_scale[image * kScaleGroups + tid] = int8_scale(amax[tid]).scale;
+      if (tid < kScaleGroups) p.images.k_scale[image * kScaleGroups + tid] = int8_scale(amax[tid], int4).scale;
       uint8_t *const out = p.images.k + image * (int64_t)k_image_bytes(DIM) + k_offset(row, channel, DIM);
       constexpr int kPanel = DIM > 128 ? 128 : DIM;               // bytes of a row
       #pragma unroll
@@ -387,7 +388,7 @@ cudaError_t launch_quantize(const Params &p, int sm_count, cudaStream_t stream) 
   attr[0].id = cudaLaunchAttributeClusterDimension;
   attr[0].val.clusterDim.x = size, attr[0].val.clusterDim.y = 1, attr[0].val.clusterDim.z = 1;
   cfg.attrs = attr, cfg.numAttrs = 1;
-  const bool plain = p.k.vector && p.v.vector && !p.cu_k && !p.kv_starts && !p.key_index && !p.mask.data;
+  const bool plain = p.k.vector && p.v.vector && !p.cu_k && !p.kv_starts && !p.key_index && !p.mask.data && !p.int4;
   const Mode mode = !plain ? kAny : p.bf16 ? kAlignedBf16 : kAlignedFp16;
   void *args[] = {const_cast<Params *>(&p), &cache_blocks};
   return cudaLaunchKernelExC(&cfg, (const void *)kernel(dim, padded_v_dim(p.head_dim, p.v_head_dim), p.fp16_pv, mode), args);

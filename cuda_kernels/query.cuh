@@ -1,5 +1,6 @@
 // Q on its way into the attention kernel: rows of any 16-bit view -> INT8 rows swizzled for wgmma, one scale a row, and on
-// request the row's dot product with K's smoothing vector.
+// request the row's dot product with K's smoothing vector. ADJUSTED kernels also know 7 levels instead of 127, and rows that
+// lose the mean of their 64 (smooth_q.cu).
 #pragma once
 #include "int8.cuh"
 #include "tile.cuh"
@@ -14,6 +15,29 @@ template<int DIM> SAGE2_DEV void store_q(const QBuffer &to, int row, int channel
   widen(x, bf16, f);
   store_shared2(to.q + row / 64 * (64 * DIM) + row_offset(row % 64, channel, DIM, 64), pack_s8(f[0], f[1], f[2], f[3], inverse), pack_s8(f[4], f[5], f[6], f[7], inverse));
 }
+SAGE2_DEV void centred(const uint4 &x, bool bf16, const float *mean, float (&f)[8]) {
+  widen(x, bf16, f);
+  const float4 a = __ldg((const float4 *)mean), b = __ldg((const float4 *)mean + 1);
+  f[0] = __fsub_rn(f[0], a.x), f[1] = __fsub_rn(f[1], a.y), f[2] = __fsub_rn(f[2], a.z), f[3] = __fsub_rn(f[3], a.w);
+  f[4] = __fsub_rn(f[4], b.x), f[5] = __fsub_rn(f[5], b.y), f[6] = __fsub_rn(f[6], b.z), f[7] = __fsub_rn(f[7], b.w);
+}
+template<int DIM> SAGE2_DEV void store_centred_q(const QBuffer &to, int row, int channel, const uint4 &x, bool bf16, const float *mean, float inverse) {
+  float f[8];
+  centred(x, bf16, mean, f);
+  store_shared2(to.q + row / 64 * (64 * DIM) + row_offset(row % 64, channel, DIM, 64), pack_s8(f[0], f[1], f[2], f[3], inverse), pack_s8(f[4], f[5], f[6], f[7], inverse));
+}
+SAGE2_DEV uint32_t centred_magnitude(uint32_t top, const uint4 &x, bool bf16, const float *mean) {     // fp32 bits
+  float f[8];
+  centred(x, bf16, mean, f);
+  #pragma unroll
+  for (int e = 0; e < 8; e++) top = max(top, magnitude(f[e]));
+  return top;
+}
+// The smoothing block of a tile's row, counted over all heads. Rows that do not exist belong to the last one.
+SAGE2_DEV int q_block(const Params &p, const Tile &t, int row) {
+  const int block = max(min(t.row0 + row, t.q_len - 1), 0) / kSmoothRows;
+  return p.cu_q ? t.h * p.q_blocks + t.q_token / kSmoothRows + t.b + block : (t.b * p.heads + t.h) * p.q_blocks + block;
+}
 SAGE2_DEV float dot8(const uint4 &x, bool bf16, const float *mean, float sum) {     // with K's mean: what smoothing took from the logits
   float f[8];
   widen(x, bf16, f);
@@ -27,7 +51,7 @@ SAGE2_DEV const uint16_t *q_row(const Params &p, const Tile &t, int row) {
 template<int DIM> SAGE2_DEV const float *k_mean(const Params &p, const Tile &t) { return p.images.k_mean + (int64_t)t.kv_head * DIM; }
 
 // Straight from memory: 16 rows of a CTA's first tile, which nothing can hide. DIM / 8 lanes hold a row, 8 channels each.
-template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int first, const QBuffer &to) {
+template<int DIM, bool ADJUSTED> SAGE2_DEV void load_q(const Params &p, const Tile &t, int first, const QBuffer &to) {
   constexpr int kLanes = DIM / 8, kPass = 32 / kLanes;         // lanes of a row, rows of a pass
   const int lane = threadIdx.x & 31, channel = lane % kLanes * 8;
   #pragma unroll 1
@@ -45,8 +69,18 @@ template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int firs
       uint32_t top = max_magnitude(0, x[i]);
       #pragma unroll
       for (int s = 1; s < kLanes; s *= 2) top = max_magnitude(top, __shfl_xor_sync(~0u, top, s));
-      const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));
-      store_q<DIM>(to, row, channel, x[i], p.bf16, s8.inverse);
+      uint32_t bits = widen_magnitude(top, p.bf16);
+      const float *mean = nullptr;
+      if (ADJUSTED && p.smooth_q && t.row0 + row < t.q_len) {
+        mean = p.q_mean + (int64_t)q_block(p, t, first) * DIM + channel;
+        bits = centred_magnitude(0, x[i], p.bf16, mean);
+      }
+      if (ADJUSTED && p.smooth_q)
+        #pragma unroll
+        for (int s = 1; s < kLanes; s *= 2) bits = max(bits, __shfl_xor_sync(~0u, bits, s));
+      const Int8Scale s8 = int8_scale(bits, ADJUSTED && p.int4);
+      if (ADJUSTED && mean) store_centred_q<DIM>(to, row, channel, x[i], p.bf16, mean, s8.inverse);
+      else store_q<DIM>(to, row, channel, x[i], p.bf16, s8.inverse);
       if (channel == 0) store_shared(to.scale + 4 * row_slot(row), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
       if (p.need_dot) {
         float dot = dot8(x[i], p.bf16, k_mean<DIM>(p, t) + channel, 0.f);
@@ -62,12 +96,14 @@ template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int firs
 SAGE2_HD constexpr int prefetch_rows(int dim) { return dim > 128 ? 16 : 32; }
 // Behind the consumers' backs, with few registers: 64 rows by one warp, through `raw`, kRows at a time. A lane finds the
 // scale of a whole row by itself (no shuffles), then the warp quantizes row by row.
-template<int DIM>
+template<int DIM, bool ADJUSTED>
 SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t raw, uint32_t raw_full, int &parity, const QBuffer &to) {
   constexpr int kChunks = DIM / 8, kPass = 32 / kChunks, kRows = prefetch_rows(DIM);
   const int lane = thread_index() & 31;
   const uint16_t *src = q_row(p, t, first);
   const int kv_head = t.kv_head;
+  const int block = ADJUSTED && p.smooth_q ? q_block(p, t, first) : 0;
+  auto mean = [&](int channel) { return p.q_mean + (int64_t)block * DIM + channel; };
   int left = uniform(t.q_len - t.row0 - first);                // rows that exist, from src on
   #pragma unroll 1
   for (int part = first; part < first + 64; part += kRows, left -= kRows, src += kRows * p.q.token) {
@@ -92,21 +128,34 @@ SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t ra
       uint4 x = load_shared4(raw + (row * DIM + channel) * 2);
       return channel + 8 > p.head_dim ? keep_channels(x, p.head_dim - channel) : x;
     };
-    uint32_t top = 0;
+    uint32_t top = 0;                                          // of packed halves; ADJUSTED: fp32 bits
     float dot = 0.f;
     if (lane < here) {
-      #pragma unroll 4
-      for (int i = 0; i < kChunks; i++) top = max_magnitude(top, chunk(lane, (i + lane) % kChunks * 8));     // rotated: no bank conflicts
-      if (p.need_dot) {
-        const float *mean = p.images.k_mean + (int64_t)kv_head * DIM;
+      if (ADJUSTED && p.smooth_q) {
         #pragma unroll 1
-        for (int i = 0; i < kChunks; i++) dot = dot8(chunk(lane, (i + lane) % kChunks * 8), p.bf16, mean + (i + lane) % kChunks * 8, dot);
+        for (int i = 0; i < kChunks; i++) top = centred_magnitude(top, chunk(lane, (i + lane) % kChunks * 8), p.bf16, mean((i + lane) % kChunks * 8));
+      } else
+        #pragma unroll 4
+        for (int i = 0; i < kChunks; i++) top = max_magnitude(top, chunk(lane, (i + lane) % kChunks * 8));     // rotated: no bank conflicts
+      if (p.need_dot) {
+        const float *of_k = p.images.k_mean + (int64_t)kv_head * DIM;
+        #pragma unroll 1
+        for (int i = 0; i < kChunks; i++) dot = dot8(chunk(lane, (i + lane) % kChunks * 8), p.bf16, of_k + (i + lane) % kChunks * 8, dot);
       }
     }
-    const Int8Scale s8 = int8_scale(widen_magnitude(top, p.bf16));           // no such row: scale and inverse are zero
+    if (!ADJUSTED || !p.smooth_q) top = widen_magnitude(top, p.bf16);
+    const Int8Scale s8 = int8_scale(top, ADJUSTED && p.int4);                // no such row: scale and inverse are zero
     if (kRows == 32 || lane < kRows) {
       store_shared(to.scale + 4 * row_slot(part + lane), __float_as_uint(__fmul_rn(s8.scale, p.scale_log2)));
       store_shared(to.dot + 4 * row_slot(part + lane), __float_as_uint(dot * p.scale));
+    }
+    if (ADJUSTED && p.smooth_q) {
+      #pragma unroll 1
+      for (int i = 0; i < kRows; i += kPass) {
+        const int row = i + lane / kChunks, channel = lane % kChunks * 8;
+        store_centred_q<DIM>(to, part + row, channel, chunk(row, channel), p.bf16, mean(channel), __shfl_sync(~0u, s8.inverse, row));
+      }
+      continue;
     }
     #pragma unroll 2
     for (int i = 0; i < kRows; i += kPass) {

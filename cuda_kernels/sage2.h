@@ -7,6 +7,7 @@
  * A row that sees no key is 0, its log-sum-exp -inf. Keys that lengths, padding or a mask tensor hide from every row may hold
  * anything; keys that only causal limits or windows hide count for the scale of their tile.
  *   recipe fp8:  INT8 q k^T, E4M3 p v      recipe fp16: INT8 q k^T, FP16 p v, FP32 sums
+ * With SAGE2_INT4 the integers of q and k are -7..7; they still go through the INT8 tensor cores.
  * Non-finite inputs: a NaN or Inf in q makes its row NaN; in k, every row of the tiles that see it; a NaN in v,
  * its channel in those tiles; an Inf in v, its channel of that head.
  */
@@ -30,7 +31,10 @@ enum {
   SAGE2_CAUSAL = 1,        /* row i sees key j where j <= i + kv_len - q_len (the item's own kv length) */
   SAGE2_TOP_LEFT = 2,      /* with SAGE2_CAUSAL: j <= i instead */
   SAGE2_SMOOTH_V = 4,      /* quantize V minus a per-channel vector, add it back to the output */
-  SAGE2_NO_SMOOTH_K = 8    /* for experiments: K keeps its mean */
+  SAGE2_NO_SMOOTH_K = 8,   /* for experiments: K keeps its mean */
+  SAGE2_INT4 = 16,         /* q and k are quantized to 4 bits; head_dim at most 128 */
+  SAGE2_SMOOTH_Q = 32      /* quantize 64 rows of q at a time minus their mean, whose logits are added in fp32; head_dim at most
+                              128. The workspace grows by q_len / 64 x kv_len floats a head; sage2_forward reads k too */
 };
 
 /* Strides count elements: batch, head, token; the last dimension is contiguous. Strides of dimensions of size 1 are ignored.

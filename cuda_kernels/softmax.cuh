@@ -13,13 +13,14 @@ constexpr float kNoKeys = -1e30f;            // reference exponent of a row that
 // One unit of an integer score never counts more than this in log2. Only logits beyond 2^25 are touched, where fp32
 // cannot tell neighbours apart; in return every probability stays finite and a row's maximum never rounds to zero.
 constexpr float kMaxStep = 16.f;
+constexpr float kMaxStepInt4 = 4096.f;       // INT4 scores are smaller by (127 / 7)^2: the same logits
 
 // What the first product's accumulators hold when the softmax begins.
 enum Scores {
   kAllSeen,              // int32 scores
   kSomeHidden,           // int32 scores, kHidden where a row does not see a key; such tiles are rare
   kManyHidden,           // the same; such tiles are the rule, so the cheaper way to drop hidden keys is worth its registers
-  kLogits                // float logits in log2 units: softcap or an additive mask has been applied; -inf where hidden
+  kLogits                // float logits in log2 units: softcap, an additive mask or Q's mean has been applied; -inf where hidden
 };
 
 struct RowState {
@@ -83,7 +84,7 @@ template<Scores KIND> SAGE2_DEV void probabilities(int (&S)[64], float g0, float
     S[i] = __float_as_int(probability<KIND>(S[i], i & 2 ? g1 : g0, i & 2 ? m1 : m0));
 }
 
-SAGE2_DEV float step_of(float k_scale, float q_scale) { return min_keep_nan(k_scale * q_scale, kMaxStep); }
+SAGE2_DEV float step_of(float k_scale, float q_scale, float most = kMaxStep) { return min_keep_nan(k_scale * q_scale, most); }
 
 // FP8 recipe: the reference follows the maximum in every tile, the sum is left to the matrix product (a column of ones).
 template<Scores KIND> SAGE2_DEV void softmax_fp8(int (&S)[64], float k_scale, float q0, float q1, RowState &row) {

@@ -9,7 +9,7 @@ whether a recipe covers a call on a backend; the answer is None or a short reaso
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Smooth = Literal["none", "k", "q", "qk"]
@@ -86,8 +86,8 @@ def recipe_names() -> list[str]:
 def parse_recipe(text: str) -> Recipe:
     """The recipe behind a name, with variants: `qk_int4_pv_fp8:smooth=none,granularity=block`.
 
-    "sage2" gives the default recipe. Variants exist for ablations on the reference backend; a compiled
-    kernel covers only what its envelope says. Raises ValueError naming the nearest known word.
+    "sage2" gives the default recipe. Variants exist for ablations; a compiled kernel covers only what its
+    envelope says. Raises ValueError naming the nearest known word.
     """
     name, _, tail = text.partition(":")
     if name == AUTO:
@@ -109,14 +109,6 @@ def parse_recipe(text: str) -> Recipe:
             raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
         changes[key] = (value == "on") if key == "smooth_v" else value
     return replace(base, name=text, **changes)  # type: ignore[arg-type]
-
-
-def is_variant(recipe: Recipe) -> bool:
-    """True if the recipe differs from the plain rung of the ladder that it is named after."""
-    if ":" not in recipe.name:
-        return False
-    base = RECIPES[recipe.name.partition(":")[0]]
-    return any(getattr(base, f.name) != getattr(recipe, f.name) for f in fields(Recipe) if f.name != "name")
 
 
 def nearest(word: str, known: object) -> str:
@@ -235,13 +227,11 @@ def _sm90_no_gain(recipe: Recipe, call: Call) -> str | None:
 
 def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
     """What the Hopper kernel does not take yet, as stable reasons."""
-    if is_variant(recipe):
+    if (recipe.granularity, recipe.tiling) != (EXACT.granularity, EXACT.tiling):  # its tiles are what they are
         return "variant"
-    if recipe.qk_bits == 4:
-        return "int4"
     if call.dtype == "float32":
         return "dtype_float32"
-    if call.head_dim > (128 if recipe.pv == "fp16" else 256):
+    if call.head_dim > (128 if recipe.pv == "fp16" or recipe.qk_bits == 4 or recipe.smooth_q else 256):
         return "head_dim"
     held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
     return "v_head_dim" if call.v_head_dim > held else None

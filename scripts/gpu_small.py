@@ -57,7 +57,7 @@ def main() -> None:
         host = tensors(d, n, kn, torch.float16 if d == 64 else torch.bfloat16)
         for name, x in zip("qkv", host, strict=True):
             saved[f"{d}.{n}.{name}"] = x.view(torch.int16).numpy()
-        for recipe in library.RECIPES:
+        for recipe in golden_stages.RECIPES:
             for causal in (False, True):
                 for shift in (0, 1):  # 1: rows that are not 16-byte aligned
                     q, k, v = (torch.cat([x.flatten()[:shift], x.flatten()]).cuda()[shift:].view(x.shape) for x in host)
@@ -81,9 +81,9 @@ def main() -> None:
     lens = torch.tensor([5, 0, 77], dtype=torch.int32, device="cuda")
     x = torch.randn(3, 2, 77, 64, device="cuda").bfloat16()
     library.forward(x, x, x, scale=0.1, kv_lens=lens, is_causal=True, return_lse=True)
-    for case in golden_stages.CASES:  # masks, windows, softcap, sinks, padding, sequences
-        if case.has_extras:
-            for recipe in library.RECIPES:
+    for case in golden_stages.CASES:  # masks, windows, softcap, sinks, padding, sequences, INT4
+        if case.has_extras or case.int4:
+            for recipe in case.recipes:
                 bad += not like_the_emulator(case, recipe)
     torch.cuda.synchronize()
     if args.golden:

@@ -102,7 +102,7 @@ def test_non_finite_inputs_stay_visible(recipe: str, bad: float) -> None:
 
 # --- masks, windows, softcap, sinks, padding, sequences -------------------------------------------------------------
 
-LIMIT = {"qk_int8_pv_fp8": 0.06, "qk_int8_pv_fp16": 0.02}  # relative L1, as in tests/kernels/test_gpu_general.py
+LIMIT = {"qk_int8_pv_fp8": 0.06, "qk_int8_pv_fp16": 0.02}  # relative L1, as in tests/kernels/test_gpu_masks.py
 Q_LEN, KV_LEN = 70, 300
 
 

@@ -26,7 +26,7 @@ from sage_patch.reference.quantize import subtract_mean, subtract_significant_me
 from sage_patch.reference.visibility import Visibility
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
+RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16", "qk_int4_pv_fp8", "qk_int4_pv_fp16")
 INPUTS = ("N(0,1)", "K bias +300", "V offset 40", "lm-tiny-d128")
 
 

@@ -46,7 +46,8 @@ class CostModel:
 COST_MODELS = {
     "hopper": CostModel(
         "hopper",
-        # INT4 has no kernel there, and its tensor cores have no INT4: such calls run exact.
+        # Its tensor cores have no INT4, which runs as INT8 with more around it: never cheaper than INT8, and how much
+        # dearer was not measured. Any number from INT8's on keeps it off the ladder.
         {"qk_int4_pv_fp8": 1.0, "qk_int8_pv_fp8": 0.69, "qk_int8_pv_fp16": 0.83, EXACT: 1.0},
         "docs/results/kernels_h200.json: whole calls on one H200, median from 8,192 tokens up, against torch's SDPA",
     ),

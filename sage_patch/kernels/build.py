@@ -26,9 +26,17 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 UNITS = (
-    "fwd_sm90_masked.cu", "fwd_sm90_adjusted.cu", "fwd_sm90.cu", "quantize.cu", "masks.cu", "api.cu",
-    "pages_append.cu", "pages_attend.cu", "pages_api.cu",
-)  # fmt: skip
+UNITS = (
+    "fwd_sm90_masked.cu",
+    "fwd_sm90_adjusted.cu",
+    "fwd_sm90.cu",
+    "quantize.cu",
+    "smooth_q.cu",
+    "masks.cu",
+    "api.cu",
+    "pages_append.cu",
+    "pages_attend.cu",
+    "pages_api.cu",
 # What each architecture of a build asks for; the key is what users and error messages say.
 ARCHITECTURES = {"90": "arch=compute_90a,code=sm_90a"}
 FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")

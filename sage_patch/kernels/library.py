@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-RECIPES = {"qk_int8_pv_fp8": 0, "qk_int8_pv_fp16": 1}
+# The element type of P and V; INT4 is a flag beside it.
+RECIPES = {"qk_int8_pv_fp8": 0, "qk_int8_pv_fp16": 1, "qk_int4_pv_fp8": 0, "qk_int4_pv_fp16": 1}
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
-_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K = 1, 2, 4, 8
+_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q = 1, 2, 4, 8, 16, 32
 
 # struct Sage2Args of sage2.h: what every call has, and what only calls with `Extras` have
 _CORE = struct.Struct("@IIiiiiiiiiiifiPPPPPPPNP12q")
@@ -163,17 +164,18 @@ def _pack(
             out.zero_()
             if lse is not None:
                 lse.fill_(-math.inf)
-    shape = (items, qs[h], ks[h], qs[n], ks[n], qs[3], dv, recipe)
+    shape = (items, qs[h], ks[h], qs[n], ks[n], qs[3], dv)
     if extras is None:
-        size = _workspace_sizes.get(shape) or workspace_bytes(*shape)
+        sized = (*shape, recipe, flags & (_INT4 | _SMOOTH_Q))
+        size = _workspace_sizes.get(sized) or workspace_bytes(*sized)
     else:
         size = _workspace_query(
-            _CORE.pack(_SIZE, flags, index, code, recipe, *shape[:-1], scale, 0, *[0] * 5, lens, *[0] * 15) + tail
+            _CORE.pack(_SIZE, flags, index, code, recipe, *shape, scale, 0, *[0] * 5, lens, *[0] * 15) + tail
         )
     stream = torch._C._cuda_getCurrentRawStream(index)
     workspace, address = allocate(size, index, stream)
     args = _CORE.pack(
-        _SIZE, flags, index, code, recipe, *shape[:-1], scale, 0,
+        _SIZE, flags, index, code, recipe, *shape, scale, 0,
         query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), lens,
         address, size, stream,
         qt[0], qt[h], qt[n], kt[0], kt[h], kt[n], vt[0], vt[h], vt[n], ot[0], ot[h], ot[n],
@@ -254,12 +256,12 @@ class Call:
 
 
 def workspace_bytes(*shape: int) -> int:
-    """shape: batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, recipe"""
+    """shape: batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, recipe, flags"""
     size = _workspace_sizes.get(shape)
     if size is None:
-        b, h, kh, n, kn, d, dv, recipe = shape
+        b, h, kh, n, kn, d, dv, recipe, flags = shape
         size = _workspace_query(
-            _CORE.pack(_SIZE, 0, 0, 0, recipe, b, h, kh, n, kn, d, dv, 1.0, 0, *([0] * 21)) + _NO_EXTRAS
+            _CORE.pack(_SIZE, flags, 0, 0, recipe, b, h, kh, n, kn, d, dv, 1.0, 0, *([0] * 21)) + _NO_EXTRAS
         )
         if len(_workspace_sizes) > 4096:
             _workspace_sizes.clear()
@@ -278,6 +280,14 @@ def _workspace_query(args: bytes) -> int:
     return size
 
 
+def _flags(recipe: str, is_causal: bool, top_left: bool, smooth_k: bool, smooth_v: bool, smooth_q: bool | None) -> int:
+    flags = is_causal * _CAUSAL + top_left * _TOP_LEFT + smooth_v * _SMOOTH_V + (not smooth_k) * _NO_SMOOTH_K
+    if recipe.startswith("qk_int4"):
+        flags += _INT4
+        smooth_q = smooth_q is not False
+    return flags + _SMOOTH_Q if smooth_q else flags
+
+
 def make_call(
     query: Tensor,
     key: Tensor,
@@ -292,11 +302,12 @@ def make_call(
     recipe: str = "qk_int8_pv_fp8",
     smooth_k: bool = True,
     smooth_v: bool = True,
+    smooth_q: bool | None = None,
     return_lse: bool = False,
     extras: Extras | None = None,
 ) -> Call:
     """The call that `forward` would run, for launching its parts."""
-    flags = is_causal * _CAUSAL + causal_top_left * _TOP_LEFT + smooth_v * _SMOOTH_V + (not smooth_k) * _NO_SMOOTH_K
+    flags = _flags(recipe, is_causal, causal_top_left, smooth_k, smooth_v, smooth_q)
     return Call(
         _pack(
             query,
@@ -327,7 +338,9 @@ def forward(
     causal_top_left: bool = False,
     kv_lens: Tensor | None = None,
     recipe: str = "qk_int8_pv_fp8",
+    smooth_k: bool = True,
     smooth_v: bool = True,
+    smooth_q: bool | None = None,
     return_lse: bool = False,
     extras: Extras | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -339,7 +352,9 @@ def forward(
     scale: of the softmax. is_causal: row i sees key j where j <= i + kv_len - q_len (the item's own kv length), or
         j <= i with causal_top_left. kv_lens: int32 [batch] on the device; keys from kv_lens[b] on
         do not exist for item b.
-    recipe: "qk_int8_pv_fp8" or "qk_int8_pv_fp16". smooth_v: quantize V minus a per-channel vector.
+    recipe: one of RECIPES. smooth_k, smooth_v: quantize K, V minus a vector per head. smooth_q: quantize 64 rows of Q
+        at a time minus their mean, whose logits are added in float32; None: with INT4. INT4 and smooth_q: head_dim at
+        most 128; smooth_q takes q_len / 64 x kv_len floats a head while the call runs.
     extras: masks, windows, softcap, sinks, sequences laid end to end.
     Returns the output and, if asked, the natural log-sum-exp of the true scaled scores, float32 [batch, heads, q_len].
     A row that sees no key is zero, its log-sum-exp -inf.
@@ -358,11 +373,13 @@ def forward(
                 causal_top_left=causal_top_left,
                 kv_lens=kv_lens,
                 recipe=recipe,
+                smooth_k=smooth_k,
                 smooth_v=smooth_v,
+                smooth_q=smooth_q,
                 return_lse=return_lse,
                 extras=extras,
             )
-    flags = is_causal * _CAUSAL + causal_top_left * _TOP_LEFT + smooth_v * _SMOOTH_V
+    flags = _flags(recipe, is_causal, causal_top_left, smooth_k, smooth_v, smooth_q)
     lib = _library or load()
     args, out, lse, workspace, _ = _pack(
         query, key, value, tensor_layout, out_layout, scale, flags, RECIPES[recipe], kv_lens, return_lse, extras,

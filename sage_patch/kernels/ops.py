@@ -228,7 +228,9 @@ def _body(
         return library.forward(
             query, key, value, out_layout=out_layout,  # type: ignore[arg-type]
             scale=scale, is_causal=right == 0, causal_top_left=top_left, kv_lens=kv_lens,
-            recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse, extras=extras,
+            recipe=f"qk_int{chosen.qk_bits}_pv_{chosen.pv}",
+            smooth_k=chosen.smooth_k, smooth_v=chosen.smooth_v, smooth_q=chosen.smooth_q,
+            return_lse=return_lse, extras=extras,
         )  # fmt: skip
     if kv_lens is not None:
         lengths = (torch.arange(key.shape[2], device=key.device) < kv_lens[:, None])[:, None, None, :]

@@ -1,7 +1,7 @@
 """The Hopper attention kernels on the CPU, stage by stage: every number that they form between inputs and output.
 
 For tests: small shapes, no speed. Sources: cuda_kernels/fwd_sm90.cuh (order of work), softmax.cuh (exponents, sinks).
-What rows see is in sm90_visible.py, softcap and additive masks are in sm90_logits.py.
+What rows see is in sm90_visible.py; softcap, additive masks and what Q's mean adds are in sm90_logits.py.
 Bit for bit: images, scales, int32 scores, reference exponents m, and everything that follows from given P and T.
 Within a band: 2^x, which the hardware approximates to EX2_ULPS; a P whose band straddles a rounding boundary may be one
 code off, and `p_low` and `p_high` say which. Softcap widens the band and gives m one as well: Logits.error. The tensor
@@ -27,7 +27,16 @@ from sage_patch.reference import tile_image as ti
 from sage_patch.reference.accumulator import FP16, product
 from sage_patch.reference.float32 import e4m3_code, e4m3_value, exp2, exp2_band, fma, to_half
 from sage_patch.reference.sm90_logits import HIDDEN, LOG2E, Logits, logits
-from sage_patch.reference.sm90_prepare import Prepared, Queries, padded_dim, prepare, quantize_queries
+from sage_patch.reference.sm90_prepare import (
+    Prepared,
+    Queries,
+    corrections,
+    of_rows,
+    padded_dim,
+    prepare,
+    quantize_queries,
+    query_means,
+)
 from sage_patch.reference.sm90_visible import pattern, present
 
 FP8_OFFSET = 8.807  # log2(448): the largest P of a row becomes E4M3's largest number
@@ -35,6 +44,7 @@ FP16_OFFSET = 9.0
 FP16_SLACK = 4.0  # FP16: m stays until a maximum outgrows it by this
 NO_KEYS = -1e30  # m of a row that has seen no key
 MAX_STEP = 16.0  # bound of one integer step in log2 units
+MAX_STEP_INT4 = 4096.0
 SINK_ROOM = 60.0  # log2: m moves up if a sink exceeds it by more
 
 
@@ -48,7 +58,7 @@ class Stages:
     visible: Tensor  # bool [batch, heads or 1, q_len, n]: the row sees the key
     scores: Tensor  # int32 [batch, heads, q_len, n]
     steps: Tensor  # float32 [batch, heads, q_len, n]: log2 units of one integer
-    logits: Logits | None  # where softcap or an additive mask takes the place of scores * steps
+    logits: Logits | None  # where softcap, an additive mask, INT4 or Q's mean take the place of scores * steps
     m: Tensor  # float32 [batch, heads, q_len, tiles]: reference exponent after each tile, P = 2^(x - m)
     p: Tensor  # uint8 E4M3 codes or float16 [batch, heads, q_len, n]
     p_low: Tensor  # the same from the lower end of the exponential's band
@@ -69,7 +79,9 @@ def emulate(
     is_causal: bool = False,
     top_left: bool = False,
     kv_lens: Sequence[int] | None = None,
+    smooth_k: bool = True,
     smooth_v: bool = True,
+    smooth_q: bool | None = None,
     attn_mask: Tensor | None = None,
     key_padding: Tensor | None = None,
     kv_starts: Sequence[int] | None = None,
@@ -79,19 +91,23 @@ def emulate(
     sinks: Tensor | None = None,
 ) -> Stages:
     """query [batch, heads, q_len, head_dim], key and value [batch, kv_heads, kv_len, head_dim], float16 or bfloat16,
-    head_dim <= 256; recipe "qk_int8_pv_fp8" or "qk_int8_pv_fp16"; the other arguments as library.forward's and Extras'
-    (attn_mask has four dimensions). Sequences laid end to end: `sequences`."""
+    head_dim <= 256 (INT4, smooth_q: 128); recipe and the other arguments as library.forward's and Extras' (attn_mask
+    has four dimensions). Sequences laid end to end: `sequences`."""
     query, key, value = query.cpu(), key.cpu(), value.cpu()
     batch, heads, q_len, d = query.shape
     kv_heads, kv_len = key.shape[1:3]
-    dim, fp16 = padded_dim(d), recipe == "qk_int8_pv_fp16"
+    dim, fp16, int4 = padded_dim(d), recipe.endswith("fp16"), recipe.startswith("qk_int4")
+    smooth_q = int4 if smooth_q is None else smooth_q
     key, value, keys = present(key, value, kv_lens, kv_starts, key_padding)
     seen = pattern(
         q_len, kv_len, keys, is_causal=is_causal, top_left=top_left, kv_starts=kv_starts,
         left=left, right=right, attn_mask=attn_mask,
     )  # fmt: skip
-    images = prepare(key, value, keys.tolist(), dim, fp16, smooth_v, seen.seen)
-    queries = quantize_queries(query, images.k_mean.view(batch, kv_heads, dim), scale)
+    images = prepare(key, value, keys.tolist(), dim, fp16, smooth_v, seen.seen, smooth_k=smooth_k, int4=int4)
+    k_mean = images.k_mean.view(batch, kv_heads, dim)
+    q_mean = query_means(query, dim) if smooth_q else None
+    queries = quantize_queries(query, k_mean, scale, q_mean=q_mean, int4=int4)
+    correction = None if q_mean is None else of_rows(corrections(q_mean, key, keys, k_mean, scale), q_len)
     tiles = seen.walked.shape[-1]
 
     def per_head(x: Tensor) -> Tensor:  # [batch * kv_heads, ...] -> [batch, heads, ...]
@@ -100,8 +116,10 @@ def emulate(
     k = per_head(images.k).flatten(2, 3)
     scores = torch.matmul(queries.q.double(), k.double().transpose(-1, -2)).to(torch.int32)
     scores = torch.where(seen.visible, scores, HIDDEN)
-    steps = steps_of(per_head(images.k_scale), queries.scale)
-    changed = logits(scores, steps, queries.dot, softcap, seen.bias, seen.biased)
+    steps = steps_of(per_head(images.k_scale), queries.scale, MAX_STEP_INT4 if int4 else MAX_STEP)
+    changed = logits(
+        scores, steps, queries.dot, softcap, seen.bias, seen.biased, correction, every_tile=int4 or smooth_q
+    )
     v = per_head(images.v)  # [batch, heads, tiles, 128, dim]
 
     m = reference_exponents(scores, steps, changed, fp16)
@@ -138,11 +156,12 @@ def sequences(
     return parts
 
 
-def steps_of(k_scale: Tensor, q_scale: Tensor) -> Tensor:
-    """k_scale [batch, heads, tiles, 4], q_scale [batch, heads, q_len] -> log2 units of one integer, [.., q_len, n]."""
+def steps_of(k_scale: Tensor, q_scale: Tensor, most: float) -> Tensor:
+    """k_scale [batch, heads, tiles, 4], q_scale [batch, heads, q_len] -> log2 units of one integer, at most `most`,
+    [batch, heads, q_len, n]."""
     of_key = k_scale[..., ti.k_group(torch.arange(ti.TILE_TOKENS))].flatten(2)
     steps = of_key[:, :, None] * q_scale[..., None]
-    return torch.where(steps > MAX_STEP, MAX_STEP, steps)  # a NaN stays
+    return torch.where(steps > most, most, steps)  # a NaN stays
 
 
 def reference_exponents(scores: Tensor, steps: Tensor, changed: Logits | None, fp16: bool) -> Tensor:

@@ -1,7 +1,8 @@
-"""Float logits of the Hopper kernels, where softcap or an additive mask changes scores before the softmax.
+"""Float logits of the Hopper kernels, where softcap, an additive mask or Q's mean changes scores before the softmax.
 
-For tests. Source: logits.cuh. An additive mask alone is IEEE arithmetic and equals the hardware's bits. Softcap takes
-two approximate instructions, so each of its logits comes with a bound of how far the hardware's may lie from it.
+For tests. Source: logits.cuh. An additive mask and Q's mean alone are IEEE arithmetic and equal the hardware's bits.
+Softcap takes two approximate instructions, so each of its logits comes with a bound of how far the hardware's may lie
+from it.
 """
 
 from __future__ import annotations
@@ -30,20 +31,29 @@ class Logits:
 
 
 def logits(
-    scores: Tensor, steps: Tensor, dot: Tensor, softcap: float, bias: Tensor | None, biased: Tensor
+    scores: Tensor,
+    steps: Tensor,
+    dot: Tensor,
+    softcap: float,
+    bias: Tensor | None,
+    biased: Tensor,
+    correction: Tensor | None = None,
+    every_tile: bool = False,
 ) -> Logits | None:
     """None where no tile needs them.
 
     scores int32 and steps float32 (log2 units of one integer) [batch, heads, q_len, n]; dot float32 [batch, heads,
-    q_len]: scale * q . k_mean, which softcap must see; bias, biased: Pattern's.
+    q_len]: scale * q . k_mean, which softcap must see; bias, biased: Pattern's; correction float32 [batch, heads,
+    q_len, n]: what Q's mean adds to each key's logit; every_tile: all tiles leave the integers.
     """
-    if not softcap and bias is None:
+    if not softcap and bias is None and not every_tile:
         return None
-    x = scores.float() * steps
+    x = scores.float() * steps if correction is None else fma(scores.float(), steps, correction)
     error = torch.zeros_like(x)
     used = biased.expand(*x.shape[:3], -1)
     if softcap:
         x, error = softcapped(x, dot[..., None] * LOG2E, softcap)
+    if softcap or every_tile:
         used = torch.ones_like(used)
     if bias is not None:
         here = biased.repeat_interleave(x.shape[-1] // biased.shape[-1], -1)

@@ -1,7 +1,9 @@
-"""What the Hopper kernels quantize before any product, bit for bit: K and V images, Q rows and their scales.
+"""What the Hopper kernels quantize before any product, bit for bit: K and V images, Q rows and their scales; and what
+the means that Q loses add to the logits.
 
 Everything here is integer, float32 and conversion arithmetic in a fixed order, so the numbers equal the GPU's.
-Sources: cuda_kernels/quantize.cu (K, V), int8.cuh (the INT8 rule), query.cuh (Q), api.cu (the workspace).
+Sources: cuda_kernels/quantize.cu (K, V), int8.cuh (the INT8 rule), query.cuh (Q), smooth_q.cu (Q's
+means), api.cu (the workspace).
 `dim` is the padded head dimension, 64 or 128; a head is one (batch item, kv head) pair; tokens come in blocks of 128.
 """
 
@@ -21,6 +23,8 @@ LOG2E = 1.4426950408889634
 # A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.
 TINY = 1e-30
 E4M3_MAX = 448.0
+SMOOTH_ROWS = 64  # rows of Q that lose one mean
+MOST_CORRECTION = 1e28  # of a logit, by Q's mean
 
 
 @dataclass
@@ -84,12 +88,15 @@ def prepare(
     fp16: bool,
     smooth_v: bool,
     seen: Tensor | None = None,
+    *,
+    smooth_k: bool = True,
+    int4: bool = False,
 ) -> Prepared:
     """The pre-processing launch. key, value [batch, kv_heads, tokens, head_dim], float16 or bfloat16; keys: how many
     each item has, from its first token on. Blocks behind them stay zero (the kernel does not write them).
 
     seen: bool [batch, tokens], keys that some row sees under a mask. The others may hold anything: they count neither
-    for a mean nor for a scale, and their K is zero; their V is what a value of zero becomes.
+    for a mean nor for a scale, and their K is zero; their V is what a value of zero becomes. int4: 7 levels of K.
     """
     key, value = key.cpu(), value.cpu()
     batch, heads, length, d = key.shape
@@ -106,7 +113,7 @@ def prepare(
     for b in range(batch):
         for h in range(heads):
             some = None if seen is None else seen[b, : keys[b]]
-            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float(), some)
+            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float(), some, smooth_k, int4)
             _prepare_v(out, b * heads + h, value[b, h, : keys[b]].float(), fp16, smooth_v, some)
     return out
 
@@ -119,9 +126,9 @@ def _blocked(x: Tensor, dim: int) -> Tensor:
     return x.view(blocks, ti.TILE_TOKENS, dim)
 
 
-def _prepare_k(out: Prepared, head: int, k: Tensor, seen: Tensor | None) -> None:
+def _prepare_k(out: Prepared, head: int, k: Tensor, seen: Tensor | None, smooth: bool, int4: bool) -> None:
     tokens, channels = k.shape
-    mean = ti.sampled_mean(k, seen)
+    mean = ti.sampled_mean(k, seen) if smooth else torch.zeros(channels)
     out.k_mean[head, :channels] = mean
     centred = k - mean
     if seen is not None:
@@ -131,7 +138,7 @@ def _prepare_k(out: Prepared, head: int, k: Tensor, seen: Tensor | None) -> None
     for g in range(ti.SCALE_GROUPS):
         mine = centred[:, group == g]
         amax = _largest(mine, (1, 2))
-        scale, inverse = int8_scale(amax)
+        scale, inverse = int8_scale(amax, int4)
         out.k_scale[head, : len(amax), g] = scale
         out.k[head, : len(amax), group == g] = int8_values(mine, inverse[:, None, None])
 
@@ -166,12 +173,13 @@ def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return x.abs().amax(dims)  # torch's maximum keeps NaN
 
 
-def int8_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
+def int8_scale(amax: Tensor, int4: bool = False) -> tuple[Tensor, Tensor]:
     """(scale, inverse) with x ~ q * scale and q = rint(x * inverse). Non-finite amax: scale NaN, inverse 0."""
+    levels = 7.0 if int4 else 127.0
     none, lost = amax < TINY, ~amax.isfinite()
     # both operands are tensors: `127 / amax` would multiply by a reciprocal, which rounds twice
-    inverse = torch.full_like(amax, 127.0) / amax
-    scale = amax * torch.tensor(1.0 / 127.0)
+    inverse = torch.full_like(amax, levels) / amax
+    scale = amax * torch.tensor(1.0 / levels)
     return torch.where(none, 0.0, torch.where(lost, math.nan, scale)), torch.where(none | lost, 0.0, inverse)
 
 
@@ -182,18 +190,60 @@ def int8_values(x: Tensor, inverse: Tensor) -> Tensor:
     return torch.where(exact.isnan(), -1.0, exact.round()).to(torch.int8)
 
 
-def quantize_queries(query: Tensor, k_mean: Tensor, scale: float) -> Queries:
-    """Q on its way into the attention kernel: INT8 with one scale a row.
+def quantize_queries(
+    query: Tensor, k_mean: Tensor, scale: float, *, q_mean: Tensor | None = None, int4: bool = False
+) -> Queries:
+    """Q on its way into the attention kernel: INT8, or 7 levels, with one scale a row.
 
-    query [batch, heads, q_len, head_dim]; k_mean [batch, kv_heads, dim]; scale: of the softmax.
+    query [batch, heads, q_len, head_dim]; k_mean [batch, kv_heads, dim]; scale: of the softmax; q_mean: of
+    `query_means`, or None if Q keeps its mean. The rows' dots are those of Q as it came.
     """
     d, dim = query.shape[-1], k_mean.shape[-1]
     x = torch.nn.functional.pad(query.float(), (0, dim - d))
-    row_scale, inverse = int8_scale(_largest(x, (-1,)))
+    centred = x if q_mean is None else x - of_rows(q_mean, x.shape[2])
+    row_scale, inverse = int8_scale(_largest(centred, (-1,)), int4)
     single = torch.tensor(scale, dtype=torch.float32)
     log2_scale = (single.double() * LOG2E).float()
     mean = k_mean.repeat_interleave(query.shape[1] // k_mean.shape[1], dim=1)[:, :, None, :]
-    return Queries(int8_values(x, inverse[..., None]), row_scale * log2_scale, _dot(x, mean) * single)
+    return Queries(int8_values(centred, inverse[..., None]), row_scale * log2_scale, _dot(x, mean) * single)
+
+
+def of_rows(x: Tensor, q_len: int) -> Tensor:
+    """[batch, heads, blocks, ..] of blocks of 64 rows -> [batch, heads, q_len, ..]."""
+    return x.repeat_interleave(SMOOTH_ROWS, dim=2)[:, :, :q_len]
+
+
+def query_means(query: Tensor, dim: int) -> Tensor:
+    """The mean of every 64 rows, float32 [batch, heads, blocks, dim], rows added in order; zero where not finite."""
+    batch, heads, q_len, d = query.shape
+    blocks = (q_len + SMOOTH_ROWS - 1) // SMOOTH_ROWS
+    x = torch.nn.functional.pad(query.float(), (0, dim - d, 0, blocks * SMOOTH_ROWS - q_len))
+    x = x.view(batch, heads, blocks, SMOOTH_ROWS, dim)
+    total = torch.zeros(batch, heads, blocks, dim)
+    for row in range(SMOOTH_ROWS):  # those behind the last one add zero
+        total = total + x[:, :, :, row]
+    count = torch.tensor([min(q_len - b * SMOOTH_ROWS, SMOOTH_ROWS) for b in range(blocks)], dtype=torch.float32)
+    mean = total / count[:, None]
+    return torch.where(mean.isfinite(), mean, 0.0)
+
+
+def corrections(q_mean: Tensor, key: Tensor, keys: Tensor, k_mean: Tensor, scale: float) -> Tensor:
+    """What Q's means add to the logits, in log2 units: float32 [batch, heads, blocks, n], zero where there is no key.
+
+    q_mean of `query_means`; key [batch, kv_heads, tokens, head_dim], the item's keys first, keys int64 [batch] of them;
+    k_mean [batch, kv_heads, dim]; scale: of the softmax. K is not quantized. Channels in order, one fma each.
+    """
+    batch, heads, blocks, dim = q_mean.shape
+    length, d = key.shape[2:]
+    n = (length + ti.TILE_TOKENS - 1) // ti.TILE_TOKENS * ti.TILE_TOKENS
+    k = torch.nn.functional.pad(key.float(), (0, dim - d, 0, n - length)) - k_mean[:, :, None]
+    k = k.repeat_interleave(heads // key.shape[1], dim=1)
+    total = torch.zeros(batch, heads, blocks, n)
+    for channel in range(dim):
+        total = fma(q_mean[..., channel, None], k[:, :, None, :, channel], total)
+    log2_scale = (torch.tensor(scale, dtype=torch.float32).double() * LOG2E).float()
+    total = (total * log2_scale).clamp(-MOST_CORRECTION, MOST_CORRECTION)  # a NaN stays
+    return torch.where(torch.arange(n) < keys[:, None, None, None], total, 0.0)
 
 
 def _dot(x: Tensor, mean: Tensor) -> Tensor:

@@ -53,6 +53,11 @@ class Case:
     softcap: float = 0.0
     sinks: tuple[float, ...] | None = None  # one a head
     sequences: tuple[tuple[int, int], ...] | None = None  # (q_len, kv_len) of each, after some tokens of none
+    int4: bool = False
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        return tuple(r.replace("int8", "int4") for r in RECIPES) if self.int4 else RECIPES
 
     @property
     def batch(self) -> int:
@@ -99,7 +104,14 @@ CASES = (
     Case("padding", 64, 33, 300, heads=1, padding=True, v_offset=40.0, keep=8),
     Case("left_padding", 64, 67, 200, heads=1, kv_starts=(9,), is_causal=True, top_left=True, keep=13),
     Case("sequences", 64, 80, 222, heads=1, is_causal=True, keep=5, sequences=((5, 77), (0, 10), (67, 130), (3, 0))),
+    Case("int4", 64, 200, 200, torch.float16, heads=1, is_causal=True, k_bias=4.0, keep=37, int4=True),
+    Case("int4_d128", 128, 70, 200, v_offset=8.0, keep=31, int4=True),
+    Case("int4_padding", 40, 33, 300, heads=1, padding=True, keep=11, int4=True),
+    Case("int4_mask", 64, 67, 300, heads=1, mask=torch.float16, softcap=20.0, k_bias=4.0, keep=16, int4=True),
+    Case("int4_sequences", 64, 80, 222, heads=1, is_causal=True, keep=7, sinks=(1.5,), int4=True,
+         sequences=((5, 77), (0, 10), (67, 130), (3, 0))),
 )  # fmt: skip
+CALLS = [(case, recipe) for case in CASES for recipe in case.recipes]
 
 
 def inputs(case: Case) -> list[Tensor]:
@@ -272,7 +284,7 @@ def compare(case: Case, recipe: str, got: Mapping[str, np.ndarray]) -> Findings:
 
 
 def compare_part(case: Case, recipe: str, part: Part, got: Mapping[str, np.ndarray]) -> Findings:
-    s, fp16, tiles = part.stages, recipe == "qk_int8_pv_fp16", part.tiles
+    s, fp16, tiles = part.stages, recipe.endswith("fp16"), part.tiles
     mine = (case.rows >= part.rows.start) & (case.rows < part.rows.stop)
     rows = case.rows[mine] - part.first  # of the part
 
@@ -355,7 +367,7 @@ def stages_of_the_emulator(case: Case, recipe: str) -> dict[str, np.ndarray]:
     dim = sm90.padded_dim(case.head_dim)
     arrays = {
         "scores": torch.zeros(*rows, n, dtype=torch.int32),
-        "p": torch.zeros(*rows, n, dtype=torch.float16 if recipe == "qk_int8_pv_fp16" else torch.uint8),
+        "p": torch.zeros(*rows, n, dtype=torch.float16 if recipe.endswith("fp16") else torch.uint8),
         "m": torch.zeros(*rows, case.tiles),
         "t": torch.zeros(*rows, case.tiles, dim + 1),
         "out": torch.zeros(*rows, case.head_dim, dtype=case.dtype),

@@ -24,6 +24,7 @@ from sage_patch.kernels import library  # noqa: E402
 DEVICE = "cuda"
 FP8, FP16 = "qk_int8_pv_fp8", "qk_int8_pv_fp16"
 RECIPES = (FP8, FP16)
+INT4_RECIPES = ("qk_int4_pv_fp8", "qk_int4_pv_fp16")
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:

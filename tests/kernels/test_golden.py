@@ -28,12 +28,12 @@ RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
 EQUAL_OUTPUTS = 0.9995
 LSE_ERROR = 2e-6  # log2 l by approximation, in float32 around 10
 # Share of P codes that may differ: four units of 2^-23 in the least spacing of codes (2^-4, 2^-11), with a margin.
-P_SHARE = {"qk_int8_pv_fp8": 2e-4, "qk_int8_pv_fp16": 4e-3}
-P_SHARE_SOFTCAP = {"qk_int8_pv_fp8": 2e-3, "qk_int8_pv_fp16": 4e-2}
+P_SHARE = {"fp8": 2e-4, "fp16": 4e-3}
+P_SHARE_SOFTCAP = {"fp8": 2e-3, "fp16": 4e-2}
 # FP16: O is rescaled by an exponential, and row sums add exponentials, of two units of 2^-23 each.
-T_ERROR = {"qk_int8_pv_fp8": 0.0, "qk_int8_pv_fp16": 2.0**-20}
-L_ERROR = {"qk_int8_pv_fp8": 0.0, "qk_int8_pv_fp16": 2.0**-20}
-L_ERROR_SOFTCAP = {"qk_int8_pv_fp8": 0.0, "qk_int8_pv_fp16": 2.0**-15}  # its P are known to the band only
+T_ERROR = {"fp8": 0.0, "fp16": 2.0**-20}
+L_ERROR = {"fp8": 0.0, "fp16": 2.0**-20}
+L_ERROR_SOFTCAP = {"fp8": 0.0, "fp16": 2.0**-15}  # its P are known to the band only
 
 
 def inputs(d: int, n: int, dtype: torch.dtype) -> list[Tensor]:
@@ -99,22 +99,22 @@ def test_inputs_are_those_of_the_gpu(case: golden.Case) -> None:
 def accept(found: golden.Findings, case: golden.Case, recipe: str) -> list[str]:
     """What is wrong, in words. One code is always a few; softcap's band leaves more open, not more than its share."""
     share = P_SHARE_SOFTCAP if case.softcap else P_SHARE
+    pv = recipe.rpartition("_")[2]
     checks = {
         "int32 scores": found.scores_equal,
         "reference exponents": found.m_equal,
         "P within the exponential's band": found.p_outside_band == 0 and found.p_distance <= 1,
-        "few P codes differ": found.p_differ <= max(1, share[recipe] * found.p_visible),
-        "few P codes are open": found.p_open <= max(3, 2 * share[recipe] * found.p_visible),
-        "partial sums": found.t_error <= T_ERROR[recipe],
-        "row sums": found.l_error <= (L_ERROR_SOFTCAP if case.softcap else L_ERROR)[recipe],
+        "few P codes differ": found.p_differ <= max(1, share[pv] * found.p_visible),
+        "few P codes are open": found.p_open <= max(3, 2 * share[pv] * found.p_visible),
+        "partial sums": found.t_error <= T_ERROR[pv],
+        "row sums": found.l_error <= (L_ERROR_SOFTCAP if case.softcap else L_ERROR)[pv],
         "outputs": found.out_steps <= 1.0,
         "log-sum-exp": found.lse_error <= LSE_ERROR,
     }
     return [name for name, good in checks.items() if not good]
 
 
-@pytest.mark.parametrize("case", golden.CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case,recipe", golden.CALLS, ids=lambda x: getattr(x, "name", x))
 def test_stages(case: golden.Case, recipe: str) -> None:
     """Each stage from the GPU's stage before it: scores and reference exponents equal, P in its band, FP8 partial sums
     equal, FP16 ones to float32's rounding, outputs to their last bit."""
@@ -123,8 +123,7 @@ def test_stages(case: golden.Case, recipe: str) -> None:
     assert not accept(found, case, recipe), found
 
 
-@pytest.mark.parametrize("case", golden.CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case,recipe", golden.CALLS, ids=lambda x: getattr(x, "name", x))
 def test_emulator_agrees_with_itself(case: golden.Case, recipe: str) -> None:
     """Recomputing each stage from the one before gives what one pass gave; without features the output is attention
     (with them: tests/test_sm90_reference.py)."""
@@ -142,12 +141,11 @@ def test_emulator_agrees_with_itself(case: golden.Case, recipe: str) -> None:
         assert oracle.acceptable(oracle.errors(s.out, ref), recipe), oracle.errors(s.out, ref)
 
 
-COMPARED = [c for c in golden.CASES if c.name in ("d64", "bool_mask", "softcap", "sinks")]
+COMPARED = [(c, r) for c, r in golden.CALLS if c.name in ("d64", "bool_mask", "softcap", "sinks", "int4")]
 
 
 @pytest.mark.parametrize("stage", ["scores", "m", "p", "t", "out", "lse"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("case", COMPARED, ids=lambda c: c.name)
+@pytest.mark.parametrize("case,recipe", COMPARED, ids=lambda x: getattr(x, "name", x))
 def test_comparison_finds_one_wrong_number(case: golden.Case, stage: str, recipe: str) -> None:
     arrays = golden.stages_of_the_emulator(case, recipe)
     name = f"{case.name}.scores" if stage == "scores" else f"{case.name}.{recipe}.{stage}"

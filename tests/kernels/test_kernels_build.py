@@ -125,15 +125,21 @@ def test_packed_arguments_have_the_size_of_the_struct(tmp_path: Path) -> None:
 @NEEDS_NVCC
 def test_workspace_and_refusals(built: Path) -> None:
     for recipe, per_channel in ((0, 2), (1, 3)):
-        size = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe)
+        size = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe, 0)
         images = 4 * 8 * 4096 * 128 * per_channel
         assert images <= size <= images + (1 << 20)
+        assert library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe, library._INT4) == size
+        smoothed = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe, library._INT4 | library._SMOOTH_Q)
+        assert smoothed - size == 4 * 32 * 64 * (4096 + 128) * 4  # a number a key and the means, of every 64 rows
     for shape, message in (
-        ((1, 2, 2, 4, 4, 257, 257, 0), "head_dim 257"),
-        ((1, 2, 2, 4, 4, 129, 129, 1), "head_dim 129"),
-        ((1, 2, 2, 4, 4, 64, 65, 0), "v_head_dim 65"),
-        ((1, 3, 2, 4, 4, 64, 64, 0), "multiple of kv_heads"),
-        ((0, 2, 2, 4, 4, 64, 64, 0), "positive"),
+        ((1, 2, 2, 4, 4, 257, 257, 0, 0), "head_dim 257"),
+        ((1, 2, 2, 4, 4, 129, 129, 1, 0), "head_dim 129"),
+        ((1, 2, 2, 4, 4, 129, 129, 0, library._INT4), "head_dim 129"),
+        ((1, 2, 2, 4, 4, 192, 128, 0, library._SMOOTH_Q), "head_dim 192"),
+        ((1 << 10, 1 << 10, 1, 2048, 1 << 19, 64, 64, 0, library._SMOOTH_Q), "SAGE2_SMOOTH_Q.* too large"),
+        ((1, 2, 2, 4, 4, 64, 65, 0, 0), "v_head_dim 65"),
+        ((1, 3, 2, 4, 4, 64, 64, 0, 0), "multiple of kv_heads"),
+        ((0, 2, 2, 4, 4, 64, 64, 0, 0), "positive"),
     ):
         with pytest.raises((ValueError, library.UnsupportedCall), match=message):
             library.workspace_bytes(*shape)
