@@ -37,40 +37,56 @@ SAGE2_DEV TileRange tile_range(int first, int last, const Limits &l) {
 
 // Marks the scores of one 64 x 128 accumulator tile that rows r (limit0) and r + 8 (limit1) may not see.
 // Limits count from the tile's first key; c = lane % 4 owns columns 8i + 2c + {0, 1}.
-SAGE2_DEV void hide(int (&S)[64], int limit0, int limit1, int c) {
+template<int MARK = kHidden> SAGE2_DEV void hide(int (&S)[64], int limit0, int limit1, int c) {
   limit0 -= 2 * c, limit1 -= 2 * c;
   #pragma unroll
   for (int i = 0; i < 16; i++)
     #pragma unroll
     for (int e = 0; e < 2; e++) {
-      if (8 * i + e >= limit0) S[4 * i + e] = kHidden;
-      if (8 * i + e >= limit1) S[4 * i + 2 + e] = kHidden;
+      if (8 * i + e >= limit0) S[4 * i + e] = MARK;
+      if (8 * i + e >= limit1) S[4 * i + 2 + e] = MARK;
     }
 }
 // And those before the first key of a window.
-SAGE2_DEV void hide_before(int (&S)[64], int limit0, int limit1, int c) {
+template<int MARK = kHidden> SAGE2_DEV void hide_before(int (&S)[64], int limit0, int limit1, int c) {
   limit0 -= 2 * c, limit1 -= 2 * c;
   #pragma unroll
   for (int i = 0; i < 16; i++)
     #pragma unroll
     for (int e = 0; e < 2; e++) {
-      if (8 * i + e < limit0) S[4 * i + e] = kHidden;
-      if (8 * i + e < limit1) S[4 * i + 2 + e] = kHidden;
+      if (8 * i + e < limit0) S[4 * i + e] = MARK;
+      if (8 * i + e < limit1) S[4 * i + 2 + e] = MARK;
     }
 }
-// And those whose bit is 0. A row's 128 bits lie as its scores do: word c holds column 8i + 2c + e at bit 2i + e, so that a
-// thread needs one word of each of its rows.
+
+// With a mask tensor they are those whose bit is 0. row0, row1: a thread's word of each of its rows (tile_image.h).
 SAGE2_DEV void hide(int (&S)[64], uint32_t row0, uint32_t row1) {
   #pragma unroll
-  for (int b = 0; b < 32; b += 8) {            // eight bits at a time move into predicates at once
-    const uint32_t x = row0 >> b, y = row1 >> b;
+  for (int b = 0; b < 32; b++) {
+    const int i = b / 2 * 4 + b % 2;
+    S[i] = row0 & 1u << b ? S[i] : kHidden;
+    S[i + 2] = row1 & 1u << b ? S[i + 2] : kHidden;
+  }
+}
+
+// Where such tiles are many, the marks are set before the product: hidden scores are sums that start at kBarred, all others
+// start at 0. An INT8 product of 256 channels, at most 2^22 in magnitude, neither wraps them nor lifts them to kHiddenBelow.
+constexpr int kBarred = INT32_MIN + (1 << 23), kHiddenBelow = INT32_MIN + (1 << 24);
+SAGE2_DEV void start_scores(int (&S)[64], uint32_t row0, uint32_t row1) {
+  #pragma unroll
+  for (int b = 0; b < 8; b++) {              // one bit of each byte moves to its top; two such bytes make kBarred
+    const uint32_t x = ~(row0 << (7 - b)) & 0x80808080u, y = ~(row1 << (7 - b)) & 0x80808080u;
     #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const int i = (b + j) / 2 * 4 + j % 2;
-      S[i] = x & 1u << j ? S[i] : kHidden;
-      S[i + 2] = y & 1u << j ? S[i + 2] : kHidden;
+    for (int k = 0; k < 4; k++) {
+      const int i = (8 * k + b) / 2 * 4 + b % 2;
+      S[i] = __byte_perm(x, 0, 0x0044 | k << 8 | k << 12);
+      S[i + 2] = __byte_perm(y, 0, 0x0044 | k << 8 | k << 12);
     }
   }
+}
+SAGE2_DEV void mark_hidden(int (&S)[64]) {   // of such sums -> kHidden
+  #pragma unroll
+  for (int i = 0; i < 64; i++) S[i] = S[i] < kHiddenBelow ? kHidden : S[i];
 }
 
 }  // namespace sage2

@@ -18,7 +18,8 @@ struct Mask {                      // an attention mask and what masks.cu makes 
   int64_t batch, head, row, column;   // strides in elements, 0 where broadcast
   int32_t kind, mb, mh;            // MaskKind
   int32_t pairs;                   // two neighbouring columns can be read at once
-  uint32_t *bits;                  // [mb][mh][q_pad][blocks][4]: which keys each row sees, causal limits and windows included
+  uint32_t *bits;                  // [mb][mh][q_tiles][blocks][tile_rows / 64][256]: which keys each row sees, causal limits and
+                                   // windows included; in the order in which a consumer's threads read them (mask_word)
   uint8_t *classes;                // [mb][mh][q_pad / 64][blocks]: TileClass of 64 rows and a key tile
   uint32_t *lists;                 // [mb][mh][q_tiles][blocks]: the key tiles a query tile walks, the last one first
   int32_t *counts;                 // [mb][mh][q_tiles]

@@ -62,9 +62,9 @@ template<int DIM> SAGE2_DEV void load_q(const Params &p, const Tile &t, int firs
 SAGE2_HD constexpr int prefetch_rows(int dim) { return dim > 128 ? 16 : 32; }
 // Behind the consumers' backs, with few registers: 64 rows by one warp, through `raw`, kRows at a time. A lane finds the
 // scale of a whole row by itself (no shuffles), then the warp quantizes row by row.
-template<int DIM>
+template<int DIM, int ROWS>
 SAGE2_DEV void prefetch_q(const Params &p, const Tile &t, int first, uint32_t raw, uint32_t raw_full, int &parity, const QBuffer &to) {
-  constexpr int kChunks = DIM / 8, kPass = 32 / kChunks, kRows = prefetch_rows(DIM);
+  constexpr int kChunks = DIM / 8, kPass = 32 / kChunks, kRows = ROWS;
   const int lane = thread_index() & 31;
   const uint16_t *src = q_row(p, t, first);
   const int kv_head = t.kv_head;
