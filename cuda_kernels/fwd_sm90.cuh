@@ -23,15 +23,6 @@
 namespace sage2 {
 namespace {
 
-// Without a mask tensor: marks what a thread's rows r and r + 8 do not see of the key tile that begins at key `first`.
-// limits: where the number of keys and the newest key that the warpgroup's first row may see (right = 0) lie in shared memory.
-template<bool WINDOWS, int MARK> SAGE2_DEV void hide_by_limits(int (&S)[64], uint32_t limits, int tid, int first, int left, int right) {
-  const int keys = load_shared_int(limits);
-  const int mine = load_shared_int(limits + 4) + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
-  hide<MARK>(S, visible_keys(mine, keys, right) - first, visible_keys(mine + 8, keys, right) - first, tid & 3);
-  if (WINDOWS && left < kNoLimit) hide_before<MARK>(S, mine - left - first, mine + 8 - left - first, tid & 3);
-}
-
 // ------------------------------------------------------------------ the kernel
 template<int DIM, bool FP16, Family FAMILY>
 __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attention(const __grid_constant__ Params p) {
