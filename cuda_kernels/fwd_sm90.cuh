@@ -1,6 +1,6 @@
 // Attention forward for Hopper (sm_90a): INT8 Q K^T, then FP8 or FP16 P V. Compiled for three families (params.h): what
-// a call does not ask for costs it nothing. Outside the dense one the feeder says with every stage which key tile it holds
-// and what each consumer's rows see of it.
+// a call does not ask for costs it nothing. Outside the dense one a note travels with every K image: its scales and, with a
+// mask tensor, which key tile it is and what each consumer's rows see of it.
 //
 // A CTA is one feeding warpgroup and three consumers over 192 query rows (dense dim 64 FP8: four over 256; kAdjusted and
 // dim 256: two over 128). Of the feeder, warp 0 streams K and V images through a ring of bulk copies, warps 1..3 load and
@@ -65,15 +65,21 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
       while (t >= 0) {
         const Tile tile = decode<L::rows, kIsDense>(p, t);
         const KeyTiles<L::rows, kIsDense> ring_tiles(p, tile);
-        ring_tiles.keep_spans(p, tile, s0 + L::at_spans);
         const int tiles = ring_tiles.count;
         for (int i = 0; ; i++) {
           if (i < tiles) {
-            const uint32_t entry = ring_tiles.entry(p, i, s0 + L::at_spans);
+            const uint32_t entry = ring_tiles.entry(p, i);
             const int64_t block = tile.image + (int64_t)(entry & kTileOfEntry);
             barrier_wait(bar.k_empty + 8 * stage, parity);
-            if (!kIsDense) store_shared(s0 + L::at_entry + 4 * stage, entry);
-            barrier_expect(bar.k_full + 8 * stage, L::k);
+            if constexpr (kIsDense) barrier_expect(bar.k_full + 8 * stage, L::k);
+            else {
+              const uint32_t note = s0 + L::at_note + stage * L::note;
+              const bool bits = p.mask.data && (entry & kSomePartial);
+              if (p.mask.data) store_shared(note + L::note_entry, entry);
+              barrier_expect(bar.k_full + 8 * stage, L::k + 16 + (bits ? L::note_bits : 0));
+              bulk_load(note + L::note_scales, p.images.k_scale + block * kScaleGroups, 16, bar.k_full + 8 * stage);
+              if (bits) bulk_load(note, p.mask.bits + ring_tiles.tile_of_mask(p, entry) * (L::note_bits / 4), L::note_bits, bar.k_full + 8 * stage);
+            }
             bulk_load(s0 + L::at_k + stage * L::k, p.images.k + block * L::k, L::k, bar.k_full + 8 * stage);
             barrier_wait(bar.v_empty + 8 * stage, parity);
             barrier_expect(bar.v_full + 8 * stage, L::v);
@@ -103,7 +109,7 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
         const int t = uniform(load_shared_int(slot + 4 * buffer));
         for (int g = w; g < L::consumers; g += 3) {            // consumer group g's 64 rows
           if (t >= 0)
-            prefetch_q<DIM, kSmooths>(p, decode<L::rows, kIsDense>(p, t), 64 * g, s0 + L::at_raw + w * L::raw, bar.raw_full + 8 * w, parity,
+            prefetch_q<DIM, L::raw_rows, kSmooths>(p, decode<L::rows, kIsDense>(p, t), 64 * g, s0 + L::at_raw + w * L::raw, bar.raw_full + 8 * w, parity,
                           {s0 + L::at_q + buffer * L::consumers * L::q, s0 + L::at_q_scale + buffer * L::rows * 4,
                            s0 + L::at_q_dot + buffer * L::rows * 4});
           barrier_arrive_warp(bar.q_full + 8 * (buffer * L::consumers + g), 4);
@@ -141,9 +147,9 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
     for (int i = 0; i < kOut; i++) O[i] = 0.f;
     {
       int end, end_masked, end_dead, end_whole = 0, end_low = 0, last = 0;        // turns; last: the key tile of turn 0
-      const float *k_scales;                                   // of this head's key tiles, four each
-      // What a masked tile needs, kept in memory: keys, newest key our first row may see, rows left, and where our rows of
-      // the mask begin: bits, values; and where our rows' correction for Q's mean begins.
+      [[maybe_unused]] const float *k_scales;                  // of this head's key tiles, four each
+      // What a masked tile needs, kept in memory: keys, newest key our first row may see, rows left, and where the values of
+      // our rows of the mask begin, and their correction for Q's mean.
       const uint32_t limits = s0 + L::at_limits + L::limits * (4 * w + warp);
       {
         const Tile tile = decode<L::rows, kIsDense>(p, t);
@@ -161,20 +167,18 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
             const uint64_t at = (uint64_t)(p.correction + (int64_t)q_block(p, tile, 64 * w) * p.blocks * kTileTokens);
             store_shared2(limits + 32, at, at >> 32);
           }
-          if (p.mask.data) {
-            const int64_t row = (int64_t)mask_plane(p, tile) * p.mask.q_pad + tile.row0 + 64 * w;
-            const uint64_t bits = (uint64_t)(p.mask.bits + row * p.blocks * 4);
+          if (FAMILY == kAdjusted && p.mask.data) {
             const int size = p.mask.kind == kFloat32 ? 4 : p.mask.kind == kBool ? 1 : 2;
             const uint64_t bias = (uint64_t)p.mask.data + (tile.b * p.mask.batch + tile.h * p.mask.head + (tile.row0 + 64 * w) * p.mask.row) * size;
-            store_shared4(limits + 16, bits, bits >> 32, bias, bias >> 32);
+            store_shared2(limits + 16, bias, bias >> 32);
             store_shared(limits + 8, tile.q_len - 1 - tile.row0 - 64 * w);
           }
         } else {
           const TileSpan span = tile_span(tile.row0 + 64 * w, tile.row0 + 64 * w + 63, p.q_len, tile.keys, tile.offset);
           const int tiles = uniform(key_tiles<L::rows>(p, tile));
           end = turn + tiles, end_masked = end - uniform(span.full), end_dead = end - min(uniform(span.seen), tiles);
+          k_scales = p.images.k_scale + (int64_t)uniform(tile.kv_head) * p.blocks * kScaleGroups;
         }
-        k_scales = p.images.k_scale + (!kIsDense ? (int64_t)uniform(tile.image) : (int64_t)uniform(tile.kv_head) * p.blocks) * kScaleGroups;
         store_shared2(limits, tile.keys, tile.row0 + 64 * w + tile.offset);    // every lane the same
         __syncwarp();
       }
@@ -185,45 +189,51 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
         constexpr Scores kKind = decltype(kind)::value;
         const int stage = turn & (L::stages - 1), parity = turn >> L::log_stages & 1;
         const uint32_t ring = bar.k_full + 8 * stage;
+        // Marks are set before our turn, while the tensor cores are others'. They are in two branches, which the compiler
+        // does not move behind the hand-over.
+        constexpr bool kStarted = kKind == kManyHidden;
         constexpr int kToKEmpty = 8 * L::stages, kToVFull = 16 * L::stages, kToVEmpty = 24 * L::stages;
         int S[64];
-        if (kIsDense) barrier_wait(ring, parity);              // the others have waited: they needed the entry
-        const float k_scale = __ldg(k_scales + key_tile() * kScaleGroups + (thread_index() & 3));
-        auto my_bits = [&] { return s0 + L::at_bits + 8 * (thread_index() - 128); };      // of rows r and r + 8
-        if (!kIsDense && kKind != kAllSeen && partial && p.mask.data) {                   // on their way while the scores are formed
-          const uint4 at = load_shared4(limits + 16);
-          const int tid = thread_index(), row = (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
-          const uint32_t *bits = (const uint32_t *)((uint64_t)at.y << 32 | at.x) + ((int64_t)row * p.blocks + key_tile()) * 4 + (tid & 3);
-          copy_async4(my_bits(), bits), copy_async4(my_bits() + 4, bits + 32 * (int64_t)p.blocks);
+        float k_scale;
+        float2 q_scale, seen = {};                             // seen: which columns rows r and r + 8 see, as bits
+        bool vanish = true;                                    // hidden scores need no further care
+        if constexpr (kIsDense) {
+          barrier_wait(ring, parity);                          // the others have waited: they needed the entry
+          k_scale = __ldg(k_scales + key_tile() * kScaleGroups + (thread_index() & 3));
+        } else {
+          const uint32_t note = s0 + L::at_note + stage * L::note;
+          k_scale = load_shared(note + L::note_scales + (thread_index() & 3) * 4);
+          if (kKind != kAllSeen && partial && p.mask.data) {
+            seen = load_shared2(note + 8 * (thread_index() - 128));
+            if (kStarted) start_scores(S, __float_as_uint(seen.x), __float_as_uint(seen.y));
+          } else if (kStarted) {
+            #pragma unroll
+            for (int i = 0; i < 64; i++) S[i] = 0;
+            hide_by_limits<true, kBarred>(S, limits, thread_index(), key_tile() * kTileTokens, p.left, p.right);
+          }
         }
+        auto meanwhile = [&] {
+          if (kStarted) q_scale = load_shared2(at_rows + (thread_index() & 0x7C) * 2), vanish = hidden_vanish(k_scale, q_scale.x, q_scale.y);
+        };
         my_turn();
-        if (DIM > 128 && p.head_dim <= 192) scores<DIM, 6>(S, desc_q, desc_k + stage * (L::k / 16));
-        else scores<DIM, DIM / 32>(S, desc_q, desc_k + stage * (L::k / 16));
+        if (DIM > 128 && p.head_dim <= 192) scores<DIM, 6, kStarted>(S, desc_q, desc_k + stage * (L::k / 16), meanwhile);
+        else scores<DIM, DIM / 32, kStarted>(S, desc_q, desc_k + stage * (L::k / 16), meanwhile);
         pass_turn();
         barrier_arrive_warp(ring + kToKEmpty);
         // Fetched here each time: registers are short, and a load that everything below needs also keeps the compiler
         // from moving the softmax above the hand-over.
         const int tid = thread_index();
-        const float2 q_scale = load_shared2(at_rows + (tid & 0x7C) * 2);
-        if (kKind != kAllSeen && partial) {
-          if (!kIsDense && p.mask.data) {
-            copy_wait();
-            const float2 bits = load_shared2(my_bits());
-            hide(S, __float_as_uint(bits.x), __float_as_uint(bits.y));
-          } else {
-            const int first = key_tile() * kTileTokens, keys = load_shared_int(limits);
-            const int mine = load_shared_int(limits + 4) + (tid >> 5 & 3) * 16 + (tid >> 2 & 7);
-            const int right = kIsDense ? 0 : p.right;
-            hide(S, visible_keys(mine, keys, right) - first, visible_keys(mine + 8, keys, right) - first, tid & 3);
-            if (!kIsDense && p.left < kNoLimit) hide_before(S, mine - p.left - first, mine + 8 - p.left - first, tid & 3);
-          }
+        if constexpr (!kStarted) q_scale = load_shared2(at_rows + (tid & 0x7C) * 2);
+        if (kKind != kAllSeen && !kStarted && partial) {
+          if (!kIsDense && p.mask.data) hide(S, __float_as_uint(seen.x), __float_as_uint(seen.y));
+          else hide_by_limits<!kIsDense, kHidden>(S, limits, tid, key_tile() * kTileTokens, p.left, kIsDense ? 0 : p.right);
         }
         SAGE2_DUMP_ONLY(const DumpAt at = dump_at(p, decode<L::rows, kIsDense>(p, t), 64 * w + r, c, key_tile()); dump_scores(at, S);)
         if constexpr (kKind == kLogits) {
           const float2 dot = load_shared2(at_rows + (tid & 0x7C) * 2 + L::at_q_dot - L::at_q_scale);
-          const uint4 at = load_shared4(limits + 16);
+          const float2 at = load_shared2(limits + 16);
           const int last_row = load_shared_int(limits + 8), mine = (tid >> 5 & 3) * 16 + (tid >> 2 & 7), size = p.mask.kind == kFloat32 ? 4 : 2;
-          const uint8_t *bias = (const uint8_t *)((uint64_t)at.w << 32 | at.z) + key_tile() * kTileTokens * p.mask.column * size;
+          const uint8_t *bias = (const uint8_t *)((uint64_t)__float_as_uint(at.y) << 32 | __float_as_uint(at.x)) + key_tile() * kTileTokens * p.mask.column * size;
           const float most = p.int4 ? kMaxStepInt4 : kMaxStep;
           const float *correction = nullptr;
           if (kSmooths && p.smooth_q) {
@@ -237,31 +247,35 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
         }
         if constexpr (FP16) {
           uint32_t P[32];
-          const bool moved = softmax_fp16<kKind>(S, k_scale, q_scale.x, q_scale.y, state, l0, l1);
-          pack_probabilities(S, P);
+          bool moved;
+          if (vanish) moved = softmax_fp16<kKind>(S, P, k_scale, q_scale.x, q_scale.y, state, l0, l1);
+          else mark_hidden(S), moved = softmax_fp16<kSomeHidden>(S, P, k_scale, q_scale.x, q_scale.y, state, l0, l1);
           if (moved)
             #pragma unroll
             for (int i = 0; i < kOut; i++) O[i] *= i & 2 ? state.a1 : state.a0;
           barrier_wait(ring + kToVFull, parity);
           SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
           weigh_fp16(O, P, desc_v + stage * (L::v_stage / 16));
+          barrier_arrive_warp(ring + kToVEmpty);
           SAGE2_DUMP_ONLY(dump_sums<DV>(at, O, state.m0, state.m1, quad_sum(l0), quad_sum(l1));)
         } else {
           uint32_t P[16];
-          softmax_fp8<kKind>(S, k_scale, q_scale.x, q_scale.y, state);
-          pack_probabilities(S, P);
+          if (vanish) softmax_fp8<kKind>(S, P, k_scale, q_scale.x, q_scale.y, state);
+          else mark_hidden(S), softmax_fp8<kSomeHidden>(S, P, k_scale, q_scale.x, q_scale.y, state);
           barrier_wait(ring + kToVFull, parity);
           SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
           float T[kOut + 4];                                   // and the row sums, each twice
           weigh_fp8(T, P, desc_v + stage * (L::v_stage / 16));
+          barrier_arrive_warp(ring + kToVEmpty);
           SAGE2_DUMP_ONLY(dump_sums<DV>(at, T, state.m0, state.m1, T[kOut], T[kOut + 2]);)
           #pragma unroll
           for (int i = 0; i < kOut; i++) O[i] = fmaf(O[i], i & 2 ? state.a1 : state.a0, T[i]);
           l0 = fmaf(l0, state.a0, T[kOut]), l1 = fmaf(l1, state.a1, T[kOut + 2]);
         }
-        barrier_arrive_warp(ring + kToVEmpty);
         turn++;
       };
+      typedef std::integral_constant<Scores, kAllSeen> AllSeen;
+      typedef std::integral_constant<Scores, kSomeHidden> SomeHidden;
       auto k_arrived = [&] { barrier_wait(bar.k_full + 8 * (turn & (L::stages - 1)), turn >> L::log_stages & 1); };
       auto let_pass = [&] {                                    // none of our rows sees it
         const uint32_t ring = bar.k_full + 8 * (turn & (L::stages - 1)), parity = turn >> L::log_stages & 1;
@@ -270,25 +284,22 @@ __global__ void __launch_bounds__(Layout<DIM, FP16, FAMILY>::threads, 1) attenti
         barrier_arrive_warp(ring + 8 * L::stages), barrier_arrive_warp(ring + 24 * L::stages);
         turn++;
       };
-      typedef std::integral_constant<Scores, kAllSeen> AllSeen;
-      typedef std::integral_constant<Scores, kSomeHidden> SomeHidden;
       if constexpr (!kIsDense) {
         while (turn < end) {
-          int kind = turn < end_dead || turn >= end_low ? kUnseen : turn >= end_masked && turn < end_whole ? kWhole : kPartial;
+          bool unseen, partial;
+          int tile = last - turn;
           k_arrived();
           if (p.mask.data) {
-            const uint32_t entry = uniform(load_shared_int(s0 + L::at_entry + 4 * (turn & (L::stages - 1))));
-            kind = entry >> (24 + 2 * w) & 3;
-            __syncwarp();                                      // the last one has been read
-            store_shared(limits + 40, entry & kTileOfEntry);   // so that no register keeps it
-            __syncwarp();
-          }
-          auto key_tile = [&] { return p.mask.data ? load_shared_int(limits + 40) : last - turn; };
-          if (kind == kUnseen) let_pass();
+            const int entry = uniform(load_shared_int(s0 + L::at_note + (turn & (L::stages - 1)) * L::note + L::note_entry));
+            const int seen = entry >> (24 + 2 * w) & 3;
+            unseen = seen == kUnseen, partial = seen == kPartial, tile = entry & kTileOfEntry;
+          } else unseen = turn < end_dead || turn >= end_low, partial = turn < end_masked || turn >= end_whole;
+          auto key_tile = [&] { return tile; };
+          if (unseen) let_pass();
           else if constexpr (FAMILY == kAdjusted) {
-            if (p.all_logits || kind == kPartial) step(std::integral_constant<Scores, kLogits>(), key_tile, kind == kPartial);
+            if (p.all_logits || partial) step(std::integral_constant<Scores, kLogits>(), key_tile, partial);
             else step(AllSeen(), key_tile, false);
-          } else if (kind == kPartial) step(std::integral_constant<Scores, FP16 ? kSomeHidden : kManyHidden>(), key_tile, true);
+          } else if (partial) step(std::integral_constant<Scores, kManyHidden>(), key_tile, true);
           else step(AllSeen(), key_tile, false);
         }
       } else {

@@ -8,7 +8,7 @@
 //        13 bits and truncates. The row sum is one more output column: eight rows of ones under V^T (N = 136 or 72).
 //   FP16: P V accumulates in O directly and O is rescaled only when a row maximum moves by more than the slack.
 // Shared memory, dim 128 FP8 / FP16: Q 2 x 24 KB, K 2 x 16 KB, V 2 x 17 / 32 KB, O staging 51 KB,
-// arriving Q 24 KB: 189 + 3 / 219 + 3 KB.
+// arriving Q 24 KB: 189 + 3 / 219 + 3 KB. Masked: notes 6 KB; FP16 then receives Q in 12 KB.
 #pragma once
 #include "params.h"
 #include "ptx.cuh"
@@ -31,13 +31,16 @@ template<int DIM, bool FP16, Family FAMILY> struct Layout {
   static constexpr int v_stage = align1k(v + (FP16 ? 0 : 8 * kVPitch));     // the rows of ones lie under V^T
   static constexpr int out_pitch = DV * 2 + 16;          // staging rows, padded against bank conflicts
   static constexpr int at_q = 0, at_k = at_q + 2 * consumers * q, at_v = at_k + stages * k;
-  static constexpr int raw = prefetch_rows(DIM) * DIM * 2;             // one warp's landing place for 16-bit Q rows
+  static constexpr int raw_rows = DIM == 128 && FP16 && FAMILY == kMasked ? 16 : prefetch_rows(DIM);
+  static constexpr int raw = raw_rows * DIM * 2;         // one warp's landing place for 16-bit Q rows
   static constexpr int at_out = at_v + stages * v_stage, at_raw = at_out + rows * out_pitch;
   static constexpr int at_q_scale = at_raw + (consumers < 3 ? consumers : 3) * raw, at_q_dot = at_q_scale + 2 * rows * 4;
-  static constexpr int at_slot = at_q_dot + 2 * rows * 4, at_entry = at_slot + 16, at_spans = at_entry + 16;
-  static constexpr int limits = 48, at_limits = at_spans + 16 * consumers;                // of a consumer warp
-  static constexpr int at_bits = at_limits + limits * 4 * consumers;
-  static constexpr int at_barrier = at_bits + (FAMILY == kDense ? 0 : 128 * 8 * consumers);
+  static constexpr int at_slot = at_q_dot + 2 * rows * 4;
+  static constexpr int limits = 48, at_limits = at_slot + 16 * (2 + consumers);           // of a consumer warp; the gap keeps the dense family's addresses
+  // A stage's note, outside the dense family: mask bits of each consumer's rows, K's four scales, the entry (tile.cuh).
+  static constexpr int note_bits = 4 * kMaskWords * consumers, note_scales = note_bits, note_entry = note_scales + 16, note = note_entry + 16;
+  static constexpr int at_note = at_limits + limits * 4 * consumers;
+  static constexpr int at_barrier = at_note + (FAMILY == kDense ? 0 : stages * note);
   static constexpr int bytes = at_barrier + 8 * (7 + 2 * consumers + 4 * stages);
   static_assert(bytes <= 232448, "shared memory of one SM");
 };
@@ -50,13 +53,16 @@ template<int STAGES, int CONSUMERS> struct Barriers {                     // add
 };
 
 // ------------------------------------------------------------------ the two matrix products
-template<int DIM, int STEPS> SAGE2_DEV void scores(int (&S)[64], uint32_t q, uint32_t k) {      // STEPS: of 32 channels
+// STEPS: of 32 channels; ADD: to what S holds; meanwhile: called while the product is formed
+template<int DIM, int STEPS, bool ADD, class F> SAGE2_DEV void scores(int (&S)[64], uint32_t q, uint32_t k, F meanwhile) {
   constexpr int kPitch = DIM > 128 ? 128 : DIM, kQPanel = 64 * 128 / 16, kKPanel = kTileTokens * 128 / 16;
   wgmma_fence();
-  mma_s8_first(S, desc<kPitch>(q), desc<kPitch>(k));
+  if (ADD) mma_s8_next(S, desc<kPitch>(q), desc<kPitch>(k));
+  else mma_s8_first(S, desc<kPitch>(q), desc<kPitch>(k));
   #pragma unroll
   for (int i = 1; i < STEPS; i++) mma_s8_next(S, desc<kPitch>(q + i / 4 * kQPanel + 2 * (i % 4)), desc<kPitch>(k + i / 4 * kKPanel + 2 * (i % 4)));
   wgmma_commit();
+  meanwhile();
   wgmma_wait_all();
 }
 template<int N> SAGE2_DEV void weigh_fp8(float (&T)[N], const uint32_t (&P)[16], uint32_t v) {

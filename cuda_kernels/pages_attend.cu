@@ -208,7 +208,7 @@ template<int DIM, bool EXTRA> __global__ void __launch_bounds__(kThreads, 1) att
     const uint32_t at = s0 + R::at_stages + stage * R::stage;
     barrier_wait(full + 8 * stage, i / R::stages & 1);
     int S[64];
-    scores<DIM, DIM / 32>(S, desc_q, desc_low(at));
+    scores<DIM, DIM / 32, false>(S, desc_q, desc_low(at), [] {});
     uint32_t P[16];
     if (!idle) {
       const float k_scale = load_shared(at + R::at_scales + 4 * c);
@@ -218,11 +218,10 @@ template<int DIM, bool EXTRA> __global__ void __launch_bounds__(kThreads, 1) att
       const uint4 lost = load_shared4(at + R::at_scales + 4 * (kScaleGroups + DIM));
       if (lost.x | lost.y | lost.z | lost.w) see_lost(S, lost, c, l0, l1);
       if (EXTRA && p.softcap != 0.f) {
-        logits(S, step_of(k_scale, q_scale.x), step_of(k_scale, q_scale.y), dot.x * kLog2e, dot.y * kLog2e, {p.softcap, p.softcap_step}, {nullptr, nullptr, 0, kNoMask, 0, false}, c);
-        softmax_fp8<kLogits>(S, k_scale, q_scale.x, q_scale.y, state);
-      } else if (partial || (EXTRA && p.mask)) softmax_fp8<kSomeHidden>(S, k_scale, q_scale.x, q_scale.y, state);
-      else softmax_fp8<kAllSeen>(S, k_scale, q_scale.x, q_scale.y, state);
-      pack_probabilities(S, P);
+        logits(S, step_of(k_scale, q_scale.x), step_of(k_scale, q_scale.y), dot.x * kLog2e, dot.y * kLog2e, {p.softcap, p.softcap_step}, {nullptr, nullptr, 0, kNoMask, 0, false}, nullptr, c);
+        softmax_fp8<kLogits>(S, P, k_scale, q_scale.x, q_scale.y, state);
+      } else if (partial || (EXTRA && p.mask)) softmax_fp8<kSomeHidden>(S, P, k_scale, q_scale.x, q_scale.y, state);
+      else softmax_fp8<kAllSeen>(S, P, k_scale, q_scale.x, q_scale.y, state);
     } else {
       #pragma unroll
       for (int j = 0; j < 16; j++) P[j] = 0;

@@ -34,9 +34,6 @@ SAGE2_DEV void bulk_store(void *dst, uint32_t src, int bytes) {
 SAGE2_DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 SAGE2_DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 SAGE2_DEV void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// A thread's own four bytes, without a register in between; copy_wait makes them visible to that thread.
-SAGE2_DEV void copy_async4(uint32_t dst, const void *src) { asm volatile("cp.async.ca.shared.global [%0],[%1],4;" ::"r"(dst), "l"(src) : "memory"); }
-SAGE2_DEV void copy_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 SAGE2_DEV void named_sync(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
 SAGE2_DEV void named_arrive(int id, int threads) { asm volatile("bar.arrive %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
 SAGE2_DEV float load_shared(uint32_t a) { float x; asm volatile("ld.shared.f32 %0,[%1];" : "=f"(x) : "r"(a) : "memory"); return x; }
@@ -48,9 +45,6 @@ SAGE2_DEV uint4 load_shared4(uint32_t a) {
   return x;
 }
 SAGE2_DEV void store_shared(uint32_t a, uint32_t x) { asm volatile("st.shared.b32 [%0],%1;" ::"r"(a), "r"(x) : "memory"); }
-SAGE2_DEV void store_shared4(uint32_t a, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
-  asm volatile("st.shared.v4.b32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
 SAGE2_DEV void store_shared16(uint32_t a, uint16_t x) { asm volatile("st.shared.b16 [%0],%1;" ::"r"(a), "h"(x) : "memory"); }
 SAGE2_DEV void store_shared2(uint32_t a, uint32_t x, uint32_t y) { asm volatile("st.shared.v2.b32 [%0],{%1,%2};" ::"r"(a), "r"(x), "r"(y) : "memory"); }
 

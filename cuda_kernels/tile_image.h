@@ -1,4 +1,4 @@
-// The index maps of the K and V tile images: where element (token, channel) of a 128-token block lives.
+// The index maps of the K and V tile images: where element (token, channel) of a 128-token block lives; and of mask bits.
 // One truth for the pre-processing that writes the images, the attention kernels that read them, host tests,
 // and sage_patch/reference/tile_image.py, which must agree line by line.
 //
@@ -54,6 +54,12 @@ SAGE2_HD constexpr int v_offset(int token, int channel) { return swizzle(channel
 SAGE2_HD constexpr int v16_offset(int token, int channel) {
   return channel / kHalfPanel * (kTileTokens * 128) + swizzle(token, channel % kHalfPanel * 2, 128);
 }
+
+// Mask bits of 64 query rows and a key tile, kMaskWords words. Word c of a row holds column 8i + 2c + e at bit 2i + e: the
+// scores that one thread of the accumulator owns. A thread finds the words of its rows r and r + 8 side by side.
+constexpr int kMaskWords = 256;
+SAGE2_HD constexpr int mask_word(int row, int c) { return row / 16 * 64 + row % 8 * 8 + c * 2 + row / 8 % 2; }
+SAGE2_HD constexpr int mask_bit(int column) { return column / 8 * 2 + column % 2; }
 
 // The sampled tokens of a smoothing vector: n = min(length, 64) tokens spread over the visible ones.
 SAGE2_HD constexpr int mean_samples(int length) { return length < kMeanSamples ? length : kMeanSamples; }

@@ -26,7 +26,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 UNITS = (
-UNITS = (
     "fwd_sm90_masked.cu",
     "fwd_sm90_adjusted.cu",
     "fwd_sm90.cu",
@@ -37,6 +36,7 @@ UNITS = (
     "pages_append.cu",
     "pages_attend.cu",
     "pages_api.cu",
+)
 # What each architecture of a build asks for; the key is what users and error messages say.
 ARCHITECTURES = {"90": "arch=compute_90a,code=sm_90a"}
 FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")

@@ -1,4 +1,4 @@
-"""The index maps of the K and V tile images, the same truth as cuda_kernels/tile_image.h, line by line.
+"""The index maps of the K and V tile images and of mask bits: the same truth as cuda_kernels/tile_image.h.
 
 An image holds one block of 128 tokens of one head as the attention kernel reads it: swizzled for wgmma, V
 transposed and its tokens ordered so that the registers holding the scores are the registers holding P.
@@ -62,6 +62,16 @@ def v16_offsets(dim: int) -> Tensor:
     """Byte offset of (token, channel) in a 16-bit V image, int64 [128, dim]."""
     token, channel = _grid(dim)
     return channel // HALF_PANEL * (TILE_TOKENS * 128) + swizzle(token, channel % HALF_PANEL * 2, 128)
+
+
+def mask_word(row: Tensor, c: Tensor) -> Tensor:
+    """Which of the 256 words of mask bits of 64 rows and a key tile is word c of a row."""
+    return row // 16 * 64 + row % 8 * 8 + c * 2 + row // 8 % 2
+
+
+def mask_bit(column: Tensor) -> Tensor:
+    """Which bit of its word a column (key of the tile) is; the word is column % 8 // 2."""
+    return column // 8 * 2 + column % 2
 
 
 def mean_tokens(length: int) -> Tensor:

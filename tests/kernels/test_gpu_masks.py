@@ -284,6 +284,30 @@ def test_hidden_keys_have_no_weight_beside_far_larger_scores(recipe: str) -> Non
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("d", (64, 128, 256))
+@pytest.mark.parametrize("how", ("mask", "window"))
+def test_rows_beside_tiny_ones_keep_their_bits(recipe: str, d: int, how: str) -> None:
+    """Hidden scores vanish by themselves, or, beside rows that are zero, tiny or NaN, by comparison: the same bits."""
+    if recipe == FP16 and d > 128:
+        pytest.skip("one recipe has head_dim 256")
+    q, k, v = qkv(1, 2, 1, 300, 700, d)
+    mask = torch.rand(1, 1, 300, 700, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(5)) > 0.7
+    mask[..., 7::50, :] = False
+    extras = Extras(attn_mask=mask) if how == "mask" else Extras(left=90, right=40)
+    call = lambda: forward(q, k, v, scale=d**-0.5, recipe=recipe, return_lse=True, extras=extras)  # noqa: E731
+    out, lse = call()
+    for value in (0.0, 1e-7, math.nan):
+        q[:, :, 3::8] = value
+        changed, changed_lse = call()
+        kept = torch.arange(300, device=DEVICE) % 8 != 3
+        assert torch.equal(out[:, :, kept], changed[:, :, kept])
+        assert torch.equal(lse[:, :, kept], changed_lse[:, :, kept])
+        if value == 0.0:
+            hidden = ~mask if how == "mask" else (diagonal(300, 700) > 40) | (diagonal(300, 700) < -90)
+            same(recipe, q, k, v, extras, hidden)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_lowest_numbers_attend_evenly(recipe: str, dtype: torch.dtype) -> None:
     """A row whose added mask is the lowest number of its type everywhere: the mean of V, as torch has it."""

@@ -47,6 +47,20 @@ def test_a_lane_needs_one_key_scale(lane: int) -> None:
     assert groups.unique().tolist() == [lane % 4]
 
 
+def test_a_thread_finds_the_mask_bits_of_its_scores() -> None:
+    """Thread t of a warpgroup reads words 2t and 2t + 1: its rows r and r + 8, its columns in register order."""
+    row, c = torch.arange(64)[:, None], torch.arange(4)
+    assert torch.equal(ti.mask_word(row, c).flatten().sort().values, torch.arange(256))
+    for t in range(128):
+        r = t // 32 * 16 + t % 32 // 4
+        words = ti.mask_word(torch.tensor([r, r + 8]), torch.tensor(t % 4))
+        assert words.tolist() == [2 * t, 2 * t + 1]
+    for lane in range(4):
+        columns = accumulator_columns(lane)
+        assert torch.equal(ti.mask_bit(columns), torch.arange(32))
+        assert (columns % 8 // 2).unique().tolist() == [lane]
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_swizzle_spreads_a_core_matrix_over_all_banks(dim: int) -> None:
     """Eight consecutive rows at one 16-byte column: what one step of the tensor core reads."""
@@ -71,6 +85,10 @@ def test_equal_to_the_header(tmp_path: Path) -> None:
               for (int c = 0; c < dim; c++)
                 std::printf("%d %d %d\\n", k_offset(t, c, dim), v_offset(t, c), v16_offset(t, c));
           for (int t = 0; t < kTileTokens; t++) std::printf("%d %d %d\\n", k_group(t), v_position(t), v_token(t));
+          for (int t = 0; t < kTileTokens; t++) {{
+            const int row = t % 64, c = t / 64;
+            std::printf("%d %d %d\\n", mask_word(row, c), mask_word(row, c + 2), mask_bit(t));
+          }}
           for (int n : {{1, 2, 63, 64, 65, 1000, 8192, 1000000}})
             for (int s = 0; s < mean_samples(n); s++) std::printf("%d %d 0\\n", n, mean_token(s, n));
         }}""")
@@ -82,6 +100,8 @@ def test_equal_to_the_header(tmp_path: Path) -> None:
         want.append(torch.stack([f(dim).flatten() for f in (ti.k_offsets, ti.v_offsets, ti.v16_offsets)], 1))
     tokens = torch.arange(128)
     want.append(torch.stack([ti.k_group(tokens), ti.v_position(tokens), ti.v_token(tokens)], 1))
+    row, c = tokens % 64, tokens // 64
+    want.append(torch.stack([ti.mask_word(row, c), ti.mask_word(row, c + 2), ti.mask_bit(tokens)], 1))
     for n in (1, 2, 63, 64, 65, 1000, 8192, 1000000):
         sampled = ti.mean_tokens(n)
         want.append(torch.stack([torch.full_like(sampled, n), sampled, torch.zeros_like(sampled)], 1))
