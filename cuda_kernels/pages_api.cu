@@ -32,10 +32,6 @@ int shapes(const Sage2Pages *a, bool attend, PageParams *p) {
   p->lse = a->lse, p->sinks = a->sinks, p->kv_starts = a->kv_starts, p->slabs = a->slabs, p->k_mean = a->k_mean, p->v_mean = a->v_mean, p->tail = (uint16_t *)a->tail;
   p->mask = a->mask, p->mask_batch = a->mask_strides[0], p->mask_head = a->mask_strides[1], p->mask_row = a->mask_strides[2], p->mask_column = a->mask_strides[3];
   p->mask_first = a->mask_first, p->mask_columns = a->mask_columns;
-  p->fresh = attend ? a->fresh : 0;
-  const int stored = p->length - p->fresh;
-  if (p->fresh < 0 || (p->fresh && (stored < kTileTokens || stored / kTileTokens != (p->length - 1) / kTileTokens || p->tokens * (p->heads / p->kv_heads) > 64)))
-    return fail(SAGE2_ERR_ARGUMENT, "fresh %d of %d tokens: they must lie in one page, not the first, and rows be at most 64", p->fresh, p->length);
   p->need_dot = a->lse || a->sinks || a->softcap != 0.f;
   return SAGE2_OK;
 }
@@ -82,11 +78,6 @@ int sage2_pages_attend(const Sage2Pages *a) {
   if (int code = shapes(a, true, &p)) return code;
   if (!a->q || !a->out || !a->slabs || !a->k_mean || !a->v_mean) return fail(SAGE2_ERR_ARGUMENT, "a tensor pointer is null");
   if (int code = device_of(a, &sms)) return code;
-  if (a->fresh) {
-    if (!a->k || !a->v || !a->tail) return fail(SAGE2_ERR_ARGUMENT, "a tensor pointer is null");
-    p.k = view(a->k, a->k_strides, a->batch, a->kv_heads, a->fresh, a->head_dim), p.v = view(a->v, a->v_strides, a->batch, a->kv_heads, a->fresh, a->head_dim);
-  }
-  if (a->fresh && (!p.k.vector || !p.v.vector)) return fail(SAGE2_ERR_UNSUPPORTED, "fresh tokens need rows that start on 16 bytes and a head_dim that is a multiple of 8; head_dim is %d", a->head_dim);
   plan_pages_attend(p, sms);
   const size_t partial = align256(pages_partial_bytes(p)), need = partial + align256(pages_stats_bytes(p));
   if (need && (!a->workspace || (uintptr_t)a->workspace % 256 || a->workspace_bytes < need))

@@ -12,15 +12,13 @@
 #include <algorithm>
 #include "layout.cuh"
 #include "logits.cuh"
-#include "pages_quantize.cuh"
+#include "pages.h"
 
 namespace sage2 {
 namespace {
 
 constexpr int kThreads = 384, kCombineThreads = 256, kMaxSlots = 128;
 constexpr int kReady = 3, kReadyThreads = 256 + 32;                       // a barrier of the consumers and the feeder's warp
-constexpr int kStoring = 4;                                               // one of the consumers
-constexpr int kFreshCost = 3;                // how many pages could be read while one is quantized
 constexpr int kFeederRegisters = 40, kConsumerRegisters = 232;
 
 template<int DIM> struct Ring {
@@ -40,8 +38,8 @@ SAGE2_DEV Work work_of(const PageParams &p) {
   w.row0 = (gridDim.y - 1 - blockIdx.y) * span, w.row_end = min(w.row0 + span, p.rows);          // the longest first
   w.start = max(p.kv_starts ? __ldg(p.kv_starts + w.b) : 0, p.first_slab * kTileTokens << p.slab_shift);
   const int first = w.row0 / p.heads_per_kv + p.offset, last = (w.row_end - 1) / p.heads_per_kv + p.offset;
-  const int to = (min(p.length, last + 1) + kTileTokens - 1) / kTileTokens, from = min(max(w.start, first - p.left) / kTileTokens, to - 1);
-  const int tiles = to - from, each = (tiles + (p.fresh ? kFreshCost : 0) + p.splits - 1) / p.splits;      // one page at least, if only to store it
+  const int from = max(w.start, first - p.left) / kTileTokens, to = (min(p.length, last + 1) + kTileTokens - 1) / kTileTokens;
+  const int tiles = max(to - from, 0), each = (tiles + p.splits - 1) / p.splits;
   w.begin = from + min(tiles, (int)blockIdx.x * each), w.end = from + min(tiles, ((int)blockIdx.x + 1) * each);
   return w;
 }
@@ -129,18 +127,15 @@ template<int DIM, bool EXTRA> __global__ void __launch_bounds__(kThreads, 1) att
   const int warp = uniform(threadIdx.x >> 5) & 3, w = uniform(threadIdx.x >> 7);      // warp in the warpgroup, warpgroup; 2: the feeder
   const Work work = work_of(p);
   const int tiles = work.end - work.begin;
-  // The CTA with the newest page stores fresh tokens before it reads: that page comes first then, from the CTA's own threads, which
-  // work in the last three stages meanwhile.
-  const bool stores = p.fresh && tiles && work.end * kTileTokens >= p.length;
-  const int early = stores ? R::stages - 3 : R::stages;
-  auto page_of = [&](int i) { return !stores ? work.begin + i : i ? work.begin + i - 1 : work.end - 1; };
 
   if (w == 2) {
     registers_shrink<kFeederRegisters>();
     if (warp != 0) return;
+    const int64_t head = (int64_t)blockIdx.z << p.slab_shift;
     auto load = [&](int i) {
-      const int stage = i % R::stages;
-      const uint8_t *record = record_of(p, blockIdx.z, page_of(i));
+      const int page = work.begin + i, stage = i % R::stages;
+      const uint8_t *record = (const uint8_t *)__ldg((const unsigned long long *)p.slabs + (page >> p.slab_shift) - p.first_slab) +
+                              (head + (page & ((1 << p.slab_shift) - 1))) * p.record;
       const uint32_t to = s0 + R::at_stages + stage * R::stage;
       barrier_expect(full + 8 * stage, R::images + page_scale_bytes(DIM));
       bulk_load(to, record, R::images, full + 8 * stage);
@@ -150,29 +145,16 @@ template<int DIM, bool EXTRA> __global__ void __launch_bounds__(kThreads, 1) att
     if (feeds) {                                                          // the first pages are on their way before the others are ready
       for (int i = 0; i < R::stages; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, p.split_tiles ? 4 : 8);
       barrier_init_fence();
-      for (int i = stores; i < min(early, tiles); i++) load(i);
+      for (int i = 0; i < min(R::stages, tiles); i++) load(i);
     }
     __syncwarp();
-    if (stores) {
-      named_sync(kReady, kReadyThreads);
-      if (feeds) barrier_arrive(full);                                    // the newest page is there
-    } else named_arrive(kReady, kReadyThreads);
-    if (feeds) {
-      for (int i = early; i < min(R::stages, tiles); i++) load(i);
+    named_arrive(kReady, kReadyThreads);
+    if (feeds)
       for (int i = R::stages; i < tiles; i++) barrier_wait(empty + 8 * (i % R::stages), (i / R::stages & 1) ^ 1), load(i);
-    }
     return;
   }
 
   registers_grow<kConsumerRegisters>();
-  if (stores) {
-    auto &scratch = *(PageShared<DIM, 256> *)(smem + R::at_stages + early * R::stage);
-    static_assert(sizeof(PageShared<DIM, 256>) <= 3 * R::stage, "three stages");
-    uint8_t *const stage0 = smem + R::at_stages;
-    const PageTarget to = {record_of(p, blockIdx.z, work.end - 1), stage0, stage0 + R::at_scales};
-    quantize_page<DIM, 256, true, true>(p, blockIdx.z, work.end - 1, p.length - p.fresh, p.length, threadIdx.x, scratch, to, [] { named_sync(kStoring, 256); });
-    named_sync(kStoring, 256);
-  }
   for (int st = 0; st < R::stages; st++)                                  // E4M3 ones; the bulk copies never touch these rows
     store_shared(s0 + R::at_stages + st * R::stage + R::at_ones + 4 * threadIdx.x, 0x38383838u);
   constexpr int kOut = DIM / 2;
@@ -204,7 +186,7 @@ template<int DIM, bool EXTRA> __global__ void __launch_bounds__(kThreads, 1) att
   const uint32_t desc_q = desc_low(q.q);
   const int stride = p.split_tiles ? 2 : 1;
   for (int i = p.split_tiles ? w : 0; i < tiles; i += stride) {
-    const int stage = i % R::stages, first = page_of(i) * kTileTokens;
+    const int stage = i % R::stages, first = (work.begin + i) * kTileTokens;
     const uint32_t at = s0 + R::at_stages + stage * R::stage;
     barrier_wait(full + 8 * stage, i / R::stages & 1);
     int S[64];
@@ -352,7 +334,7 @@ void plan_pages_attend(PageParams &p, int sm_count) {
   p.splits = 1;
   int64_t best = INT64_MAX;
   for (int s = 1; s <= most; s++) {
-    const int64_t waves = (ctas * s + sm_count - 1) / sm_count, time = waves * ((tiles + (p.fresh ? kFreshCost : 0) + s - 1) / s + kStart);
+    const int64_t waves = (ctas * s + sm_count - 1) / sm_count, time = waves * ((tiles + s - 1) / s + kStart);
     if (time < best) best = time, p.splits = s;
     if (waves > 8) break;
   }

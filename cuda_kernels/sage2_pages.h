@@ -29,14 +29,12 @@ typedef struct Sage2Pages {
   float scale, softcap;          /* as in Sage2Args */
   int32_t mask_first;            /* the key of the mask's first column */
   int32_t mask_columns;          /* keys outside them are hidden */
-  int32_t fresh;                 /* attend: so many of the `length` tokens are not stored yet and are given as k and v; attend stores them as
-                                    append would. They must lie in one page, which is not the first, and tokens x heads / kv_heads
-                                    must be at most 64; their rows start on 16 bytes. 0: none */
-  const void *q, *k, *v;         /* q: attend, [batch, heads, tokens, head_dim]; k, v: [batch, kv_heads, tokens (append) or fresh, head_dim] */
+  int32_t reserved;
+  const void *q, *k, *v;         /* q: attend, [batch, heads, tokens, head_dim]; k, v: append, [batch, kv_heads, tokens, head_dim] */
   void *out;                     /* as q */
   float *lse;                    /* [batch, heads, tokens], or null */
   const uint64_t *slabs;         /* on the device: addresses of the slabs that are kept */
-  void *tail;                    /* append, and attend with fresh tokens */
+  void *tail;                    /* append */
   float *k_mean, *v_mean;        /* [batch, kv_heads, dim]; append sets them while less than a page is stored */
   const int32_t *kv_starts;      /* on the device, [batch]: keys before it do not exist; or null */
   const uint8_t *mask;           /* on the device, [batch, heads, tokens, mask_columns] or broadcast: 0 = hidden; or null */

@@ -15,28 +15,27 @@ from torch import Tensor
 
 from sage_patch.kernels import ops
 from sage_patch.reference import pages as reference
-from sage_patch.reference.pages import PAGE_TOKENS, SLAB_PAGES, SLAB_TOKENS, TAIL_TOKENS, record_of
+from sage_patch.reference.pages import PAGE_TOKENS, TAIL_TOKENS, record_of
 from sage_patch.reference.sm90_prepare import padded_dim
 
-FRESH_ROWS = 64  # query rows of one kv head up to which `attend` can store fresh tokens
+SLAB_PAGES = 8
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Pages:
     """Keys and values of `length` tokens.
 
-    Slabs of 8 pages each are added as the store grows; nothing stored is copied for that.
+    Slabs of some pages each are added as the store grows; nothing stored is copied for that.
 
-    slabs: uint8 [batch, num_kv_heads, 8, record]. first_slab: how many before them were dropped, because no later query
-        sees their tokens through the window.
+    slab_pages: 8, and 1 where a window is so small that more would hold mostly tokens that have left it.
+    slabs: uint8 [batch, num_kv_heads, slab_pages, record]. first_slab: how many before them were dropped, because no
+        later query sees their tokens through the window.
     tail: [2, batch, num_kv_heads, 256, head_dim] in the tokens' dtype, keys and values; token i has slot i % 256.
         Tokens tail_start .. length - 1 are in it.
     k_mean, v_mean: float32 [batch, num_kv_heads, dim], what pages hold keys and values less of. They are those of the
         tokens that came before the store first held a whole page, and stay from then on.
     dim: head_dim padded to 64 or 128. version: changes with everything stored. pages_reopened: how often `crop` had
         to fill the tail from a page, which gives that page's tokens a second rounding.
-    fresh: key and value of the last tokens, where they still wait for `settle`, or for `attend`, which stores few
-        tokens on its way (on a GPU: one launch less in every step).
     window: a query sees this many tokens, its own included; None: all. keep_past: hold what has left the window, so
         that `crop` can go back (until the next `crop`).
     max_length: how many tokens it can hold, allocated at once unless there is a window; None: no limit.
@@ -66,6 +65,7 @@ class Pages:
         self.dim = padded_dim(head_dim)
         self.dtype = dtype
         self.window, self.max_length = window, max_length
+        self.slab_pages = SLAB_PAGES if window is None or window > SLAB_PAGES * PAGE_TOKENS else 1
         self.keep_past = False
         heads = (batch, num_kv_heads)
         with torch.inference_mode(False):  # what inference mode makes cannot be written to outside of it
@@ -77,7 +77,6 @@ class Pages:
         self.length = 0
         self.tail_start = 0
         self.pages_reopened = 0
-        self.fresh: tuple[Tensor, Tensor] | None = None
         self.version = 0
         self._slab_table: Tensor | None = None
         if self._is_static:
@@ -86,7 +85,7 @@ class Pages:
     @property
     def first_token(self) -> int:
         """Position of the first token that is still stored."""
-        return self.first_slab * SLAB_TOKENS
+        return self.first_slab * self._slab_tokens
 
     @property
     def can_attend(self) -> bool:
@@ -113,7 +112,6 @@ class Pages:
         self._check(key, value)
         if key.shape[2] == 0:
             return
-        self.settle()
         held, end = self.length, self.length + key.shape[2]
         if self.max_length is not None and end > self.max_length:
             raise ValueError(
@@ -123,13 +121,7 @@ class Pages:
             # The new tokens' queries see back from the first of them; the first append has its own keys at hand.
             self._drop_before((held or end) - self.window + 1)
         self._grow(end)
-        key, value = key.detach(), value.detach()
-        backend = self._backend()
-        one_page = PAGE_TOKENS <= held and held // PAGE_TOKENS == (end - 1) // PAGE_TOKENS
-        if backend is not reference and one_page and _aligned(key) and _aligned(value):
-            self.fresh = (key, value)
-        else:
-            backend.append(self, key, value)
+        self._backend().append(self, key.detach(), value.detach())
         self.length = end
         self.tail_start = max(self.tail_start, end - TAIL_TOKENS)
         self.version += 1
@@ -157,23 +149,10 @@ class Pages:
             raise ValueError(
                 f"queries see back to token {first}, and the store has dropped what came before {self.first_token}"
             )
-        if query.shape[1] // self.num_kv_heads * query.shape[2] > FRESH_ROWS:
-            self.settle()
-        result: tuple[Tensor, Tensor | None] = self._backend().attend(
+        return self._backend().attend(
             self, query, scale=scale, left=left, is_causal=is_causal, kv_starts=kv_starts, attn_mask=attn_mask,
             softcap=softcap, sinks=sinks, return_lse=return_lse,
         )  # fmt: skip
-        self.fresh = None
-        return result
-
-    def settle(self) -> None:
-        """Store the tokens that wait in `fresh`. Whatever reads or changes what is stored does this first."""
-        if self.fresh is not None:
-            (key, value), self.fresh = self.fresh, None
-            end = self.length
-            self.length -= key.shape[2]
-            self._backend().append(self, key, value)
-            self.length = end
 
     def first_key(self, q_len: int, left: int, attn_mask: Tensor | None = None) -> int:
         """Position of the first key that any of the last q_len tokens' queries can see, by `attend`'s arguments."""
@@ -181,11 +160,10 @@ class Pages:
 
     def records(self, first_page: int, end_page: int) -> Tensor:
         """A copy of some pages' records, uint8 [batch, num_kv_heads, pages, record]."""
-        self.settle()
         parts = []
         while first_page < end_page:
-            slab, page = divmod(first_page, SLAB_PAGES)
-            stop = min(SLAB_PAGES, page + end_page - first_page)
+            slab, page = divmod(first_page, self.slab_pages)
+            stop = min(self.slab_pages, page + end_page - first_page)
             parts.append(self.slabs[slab - self.first_slab][:, :, page:stop])
             first_page += stop - page
         return torch.cat(parts, dim=2) if parts else self._new_slab(0)
@@ -209,7 +187,6 @@ class Pages:
         (128 tokens back, or more), they come from the page itself: see pages_reopened. Raises RuntimeError if the
         window's tokens before the new end were dropped.
         """
-        self.settle()
         end = self.length - min(count, self.length)
         if self.window is not None and max(0, end - self.window + 1) < self.first_token:
             raise RuntimeError(
@@ -226,13 +203,12 @@ class Pages:
         if self.window is not None:
             self._drop_before(end - self.window + 1)
         if not self._is_static:
-            needed = (end + SLAB_TOKENS - 1) // SLAB_TOKENS - self.first_slab
+            needed = -(-end // self._slab_tokens) - self.first_slab
             self._set_slabs(self.slabs[: max(needed, 0)])
 
     def reset(self) -> None:
         """Forget all tokens; the next `append` takes new means."""
         self.length = self.tail_start = self.first_slab = 0
-        self.fresh = None
         self.version += 1
         if not self._is_static:
             self._set_slabs([])
@@ -244,6 +220,10 @@ class Pages:
     def repeat(self, n: int) -> None:
         """Repeat every batch item n times, copies beside each other."""
         self._change_batch(lambda x, dim: x.repeat_interleave(n, dim=dim), self.batch * n)
+
+    @property
+    def _slab_tokens(self) -> int:
+        return self.slab_pages * PAGE_TOKENS
 
     @property
     def _is_static(self) -> bool:
@@ -275,15 +255,15 @@ class Pages:
 
     def _drop_before(self, token: int) -> None:
         """Drop the slabs whose tokens all come before `token`."""
-        count = max(token, 0) // SLAB_TOKENS - self.first_slab
+        count = max(token, 0) // self._slab_tokens - self.first_slab
         if count > 0:
             self.first_slab += count
             self._set_slabs(self.slabs[count:])
 
     def _grow(self, length: int) -> None:
-        missing = (length + SLAB_TOKENS - 1) // SLAB_TOKENS - self.first_slab - len(self.slabs)
+        missing = -(-length // self._slab_tokens) - self.first_slab - len(self.slabs)
         if missing > 0:
-            self._set_slabs(self.slabs + [self._new_slab(SLAB_PAGES) for _ in range(missing)])
+            self._set_slabs(self.slabs + [self._new_slab(self.slab_pages) for _ in range(missing)])
 
     def _new_slab(self, pages: int) -> Tensor:
         shape = (self.batch, self.num_kv_heads, pages, record_of(self.dim).size)
@@ -295,7 +275,6 @@ class Pages:
         self._slab_table = None
 
     def _change_batch(self, change: Callable[[Tensor, int], Tensor], batch: int) -> None:
-        self.settle()
         self.batch = batch
         with torch.inference_mode(False):
             for i, slab in enumerate(self.slabs):  # one at a time, so that only one is held twice
@@ -306,13 +285,4 @@ class Pages:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has slabs of its own, and so another table."""
-        self.settle()
         return {**self.__dict__, "_slab_table": None}
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether every row starts on 16 bytes, as the kernels want it of tokens that `attend` stores."""
-    stride = x.stride()
-    return not (
-        x.data_ptr() % 16 or stride[0] % 8 or stride[1] % 8 or stride[2] % 8 or x.shape[3] % 8 or stride[3] != 1
-    )

@@ -4,9 +4,8 @@
     python scripts/gpu_decode.py --out decode.json [--lengths 32768,131072] [--batches 1,8,32]
 
 The shape of Llama-3-8B: 32 query heads, 8 kv heads, head_dim 128, bf16, N(0,1). `attend` is attention over the pages,
-`append` the new token's way into them as a launch of its own, `step` both as a layer does them (few tokens are stored
-by the attention kernel on its way); beside them torch's SDPA and FlashAttention-3 over a 16-bit cache, and
-`index_copy`, the two copies by which a static cache takes a token. Each candidate runs in a CUDA graph over as many
+`append` the new token's way into them, `step` both; beside them torch's SDPA and FlashAttention-3 over a 16-bit cache,
+and `index_copy`, the two copies by which a static cache takes a token. Each candidate runs in a CUDA graph over as many
 caches as layers would bring (enough to be far larger than the L2); medians of rounds that visit all candidates in
 turn. Every output is compared with float64 in the same run, and memory is what the store holds.
 """
@@ -90,19 +89,15 @@ def ours(query: Tensor, layers: list[Layer]) -> dict[str, Run]:
         return layers[i].pages.attend(query, scale=scale)[0]
 
     def append(i: int) -> Tensor:
-        once_more(i)
-        layers[i].pages.settle()
-        return query
-
-    def step(i: int) -> Tensor:
-        once_more(i)
-        return attend(i)
-
-    def once_more(i: int) -> None:
-        """The last token again: a step's work, and the store stays as it was."""
+        """The last token once more: a step's work, and the store stays as it was."""
         layer = layers[i]
         layer.pages.length -= 1
         layer.pages.append(*(x[:, -1:].transpose(1, 2) for x in (layer.key, layer.value)))
+        return query
+
+    def step(i: int) -> Tensor:
+        append(i)
+        return attend(i)
 
     return {"attend": attend, "append": append, "step": step}
 

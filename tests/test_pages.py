@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from oracle import T8F8, Tolerance, assert_attention_close, attention, normal
-from sage_patch.pages import Pages
-from sage_patch.reference.pages import PAGE_TOKENS, SLAB_TOKENS, append, record_of, unpack
+from sage_patch.pages import SLAB_PAGES, Pages
+from sage_patch.reference.pages import PAGE_TOKENS, append, record_of, unpack
 from sage_patch.reference.sm90_prepare import prepare
 
+SLAB_TOKENS = SLAB_PAGES * PAGE_TOKENS
 LENGTHS = [1, 77, 127, 128, 129, 503, 1031]
 PIECES = {
     "two": [200, 400],
@@ -290,14 +291,15 @@ def test_a_window_keeps_memory_bounded_and_answers_as_the_whole_store() -> None:
             options = dict(scale=0.125, left=WINDOW - 1, return_lse=True)
             for a, b in zip(pages.attend(query, **options), whole.attend(query, **options), strict=True):
                 assert torch.equal(a, b)
-    assert len(pages.slabs) <= 2 and pages.first_slab == (at - 60 - WINDOW + 1) // SLAB_TOKENS
+    assert len(pages.slabs) * pages.slab_pages <= 4  # 60 + 199 tokens touch so many pages
+    assert pages.first_token == (at - 60 - WINDOW + 1) // PAGE_TOKENS * PAGE_TOKENS
     with pytest.raises(ValueError, match="has dropped what came before"):
         pages.attend(query, scale=0.125)
     with pytest.raises(ValueError, match="have left the window"):
         pages.dequantize()
     # a long first piece does not even write what the next query cannot see
     pages = filled(key, value, window=WINDOW)
-    assert (pages.first_slab, len(pages.slabs)) == (3, 1)
+    assert (pages.first_token, pages.slab_pages * len(pages.slabs)) == (30 * PAGE_TOKENS, 2)
     query = normal(2, 4, 1, 64, seed=1)
     expected, _ = filled(key, value).attend(query, scale=0.125, left=WINDOW - 1)
     assert torch.equal(pages.attend(query, scale=0.125, left=WINDOW - 1)[0], expected)
@@ -316,7 +318,7 @@ def test_a_window_that_keeps_its_past_can_go_back() -> None:
     pages.keep_past = False
     pages.append(key[:, :, :1500], value[:, :, :1500])
     pages.append(key[:, :, :5], value[:, :, :5])
-    assert pages.first_slab == 2
+    assert pages.first_token == (2600 - WINDOW + 1) // PAGE_TOKENS * PAGE_TOKENS
     with pytest.raises(RuntimeError, match="activate_past_recording"):
         pages.crop(1000)
 

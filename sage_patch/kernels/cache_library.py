@@ -27,11 +27,10 @@ class Store(Protocol):
     num_kv_heads: int
     length: int
     first_slab: int
-    slabs: list[Tensor]
+    slab_pages: int
     tail: Tensor
     k_mean: Tensor
     v_mean: Tensor
-    fresh: tuple[Tensor, Tensor] | None
 
     @property
     def slab_table(self) -> Tensor: ...
@@ -74,7 +73,7 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     ks, vs = key.stride(), value.stride()
     args = _ARGS.pack(
         _ARGS.size, index, _dtype_code(key), batch, heads, heads, head_dim, tokens, pages.length,
-        pages.slabs[0].shape[2], pages.first_slab, 1, -1, 1.0, 0.0, 0, 0, 0,
+        pages.slab_pages, pages.first_slab, 1, -1, 1.0, 0.0, 0, 0, 0,
         0, key.data_ptr(), value.data_ptr(), 0, 0, pages.slab_table.data_ptr(), pages.tail.data_ptr(),
         pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), 0, 0, 0, 0, 0, torch._C._cuda_getCurrentRawStream(index),
         *_NO_STRIDES, *ks[:3], *vs[:3], *_NO_STRIDES, 0, 0, 0, 0,
@@ -103,15 +102,9 @@ def attend(
     hidden. softcap 0: none. sinks: [heads].
     Returns the output, laid out [batch, q_len, heads, head_dim] in memory, and if asked the natural log-sum-exp of the
     true scaled scores, float32 [batch, heads, q_len]. A row that sees no key is zero, its log-sum-exp -inf.
-    Tokens that wait in `pages.fresh` are stored on the way, as `append` would; `fresh` is the caller's to empty.
     """
     lib = _library or _load()
     query = _rows(query)
-    fresh, key, value = 0, 0, 0
-    strides: tuple[int, ...] = 2 * _NO_STRIDES
-    if pages.fresh is not None:
-        k, v = (_rows(x) for x in pages.fresh)
-        fresh, key, value, strides = k.shape[2], k.data_ptr(), v.data_ptr(), k.stride()[:3] + v.stride()[:3]
     index = query.get_device()
     batch, heads, tokens, head_dim = query.shape
     out = query.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
@@ -132,10 +125,11 @@ def attend(
     def packed(workspace: int, size: int, stream: int) -> bytes:
         return _ARGS.pack(
             _ARGS.size, index, _dtype_code(query), batch, heads, pages.num_kv_heads, head_dim, tokens, pages.length,
-            pages.slabs[0].shape[2], pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
-            fresh, query.data_ptr(), key, value, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-            pages.slab_table.data_ptr(), pages.tail.data_ptr(), pages.k_mean.data_ptr(), pages.v_mean.data_ptr(),
-            starts, mask, sink, workspace, size, stream, *qs[:3], *strides, *os[:3], *mask_strides,
+            pages.slab_pages, pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
+            0, query.data_ptr(), 0, 0, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+            pages.slab_table.data_ptr(), 0, pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), starts, mask, sink,
+            workspace, size, stream, *qs[:3], *_NO_STRIDES, *_NO_STRIDES,
+            *os[:3], *mask_strides,
         )  # fmt: skip
 
     size = _on_device(lib.sage2_pages_workspace_bytes, packed(0, 0, 0), index)

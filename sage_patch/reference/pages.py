@@ -23,8 +23,6 @@ from sage_patch.reference.sm90_logits import LN2
 from sage_patch.reference.sm90_prepare import E4M3_MAX, LOG2E, TINY, int8_scale, int8_values, quantize_queries
 
 PAGE_TOKENS = ti.TILE_TOKENS
-SLAB_PAGES = 8
-SLAB_TOKENS = SLAB_PAGES * PAGE_TOKENS
 TAIL_TOKENS = 2 * PAGE_TOKENS
 _SCORES_PER_STEP = 1 << 24  # elements of the score matrix held at once
 
@@ -81,6 +79,7 @@ class Store(Protocol):
     dim: int
     length: int
     first_slab: int
+    slab_pages: int
     slabs: list[Tensor]
     tail: Tensor
     k_mean: Tensor
@@ -102,7 +101,7 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
         pages.k_mean[..., :d] = ti.sampled_mean(key)
         pages.v_mean[..., :d] = ti.v_mean(value)
     end = length + key.shape[2]
-    first_page = max(length // PAGE_TOKENS, pages.first_slab * SLAB_PAGES)
+    first_page = max(length // PAGE_TOKENS, pages.first_slab * pages.slab_pages)
     start = first_page * PAGE_TOKENS
     older = torch.arange(min(start, length), length, device=key.device) % TAIL_TOKENS
     new = slice(max(0, start - length), None)
@@ -110,7 +109,7 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     v = torch.cat([pages.tail[1][:, :, older], value[:, :, new]], dim=2)
     records = quantize(k, v, pages.k_mean, pages.v_mean)
     for i in range(records.shape[2]):
-        slab, page = divmod(first_page + i, SLAB_PAGES)
+        slab, page = divmod(first_page + i, pages.slab_pages)
         pages.slabs[slab - pages.first_slab][:, :, page] = records[:, :, i]
     kept = min(key.shape[2], TAIL_TOKENS)
     slots = torch.arange(end - kept, end, device=key.device) % TAIL_TOKENS

@@ -204,39 +204,3 @@ def test_a_captured_step_replays() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128, 80])
-@pytest.mark.parametrize("fresh, q_len", [(1, 1), (5, 5), (3, 1), (9, 13)])
-@pytest.mark.parametrize("held", [128, 250, 503, 2047, 9000])
-def test_attention_stores_fresh_tokens_on_its_way(dim: int, fresh: int, q_len: int, held: int) -> None:
-    key, value = inputs(held + fresh, dim=dim)
-    key[0, :, held, 2], key[1, :, held - 3, 2] = 50.0, math.nan
-    query = queries(2, 8, q_len, dim, key.dtype).cuda()
-    waiting, stored = filled(key, value, [held, fresh]), filled(key, value, [held, fresh])
-    same_page = held // PAGE_TOKENS == (held + fresh - 1) // PAGE_TOKENS
-    assert (waiting.fresh is not None) == same_page
-    stored.settle()
-    out, lse = waiting.attend(query, scale=0.1, return_lse=True)
-    assert waiting.fresh is None
-    want, want_lse = stored.attend(query, scale=0.1, return_lse=True)
-    assert lse is not None and want_lse is not None
-    ends = (held + fresh + PAGE_TOKENS - 1) // PAGE_TOKENS
-    assert torch.equal(waiting.records(0, ends), stored.records(0, ends))
-    assert torch.equal(waiting.tail.nan_to_num(7.0), stored.tail.nan_to_num(7.0))
-    assert torch.equal(out.isnan(), want.isnan()) and out[1].isnan().all() == bool(q_len <= fresh + 3)
-    good = ~want.isnan()
-    assert (out - want)[good].abs().sum() / want[good].abs().sum() < 0.02  # parts are cut elsewhere
-    again = waiting.attend(query, scale=0.1)[0]
-    assert torch.equal(again[good], stored.attend(query, scale=0.1)[0][good])
-
-
-@pytest.mark.gpu
-def test_fresh_tokens_are_stored_where_no_row_sees_a_key() -> None:
-    key, value = inputs(300)
-    pages = filled(key, value, [299, 1])
-    starts = torch.tensor([300, 0], dtype=torch.int32, device="cuda")
-    out, _ = pages.attend(queries(2, 4, 1, 64, key.dtype).cuda(), scale=0.1, kv_starts=starts)
-    assert not out[0].any() and out[1].any()
-    assert torch.equal(pages.records(0, 3).cpu(), filled(key, value, device="cpu").records(0, 3))
