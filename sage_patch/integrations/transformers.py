@@ -129,11 +129,14 @@ def sage2_attention_forward(
 
     # A mask of a known pattern costs a kernel less than a dense one; on the exact path the dense mask exists already.
     pattern = pattern_of(attention_mask) if position_bias is None else None
-    quick = options if pattern is None else pattern.instead_of_mask(options, query.device)
-    call = describe(query, key, value, quick)
+    quick, seen_key, seen_value = options, key, value
+    if pattern is not None:
+        quick = pattern.instead_of_mask(options)
+        seen_key, seen_value = key[:, :, : pattern.kv_end], value[:, :, : pattern.kv_end]
+    call = describe(query, seen_key, seen_value, quick)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:
-        options = quick
+        key, value, options = seen_key, seen_value, quick
     out, _ = attend(query, key, value, options, call, recipe, reason, site)
     return out.transpose(1, 2), None
 
