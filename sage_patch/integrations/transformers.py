@@ -22,9 +22,11 @@ from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import (
     STRICTEST_LAST,
     MaskStyle,
+    asks_for_flash,
     has_own_attention,
     mask_style,
     modeling_file_of,
+    packs_under_flash,
     style_for,
 )
 from sage_patch.policy import AttentionSite
@@ -33,12 +35,15 @@ from sage_patch.recipes import AUTO, Limits, parse_recipe
 NAME = "sage2"
 # The same under the other mask styles: chosen by apply() where a model needs its masks written out.
 NAMES: dict[MaskStyle, str] = {"implicit": NAME, "bool": "sage2_bool_masks", "float": "sage2_float_masks"}
+# The same once more, for configurations of modules that attend to many images or windows: one call with their lengths
+# under a name that contains "flash", one call for each under any other. Set by apply() only, where that is all it means.
+PACKED_NAMES: dict[MaskStyle, str] = {style: name + "_flash" for style, name in NAMES.items()}
 
 # Arguments of model.forward that transformers passes down to every attention function and that no implementation
 # reads: positions are already in the rotated keys and the mask, the rest concerns other parts of the model.
 _PASSING_THROUGH = frozenset(
     """position_ids cache_position use_cache output_hidden_states output_router_logits return_dict logits_to_keep
-    num_items_in_batch max_length_q max_length_k token_type_ids mm_token_type_ids deterministic inputs_embeds
+    num_items_in_batch token_type_ids mm_token_type_ids deterministic inputs_embeds
     position_embeddings past_key_values labels layer_idx is_first_iteration encoder_attention_mask
     encoder_hidden_states input_ids interpolate_pos_encoding pixel_values return_loss""".split()
 )
@@ -68,6 +73,8 @@ def sage2_attention_forward(
     output_attentions: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -80,6 +87,8 @@ def sage2_attention_forward(
     """
     tag = getattr(module, TAG, None)
     if tag is None:
+        if getattr(getattr(module, "config", None), "_attn_implementation", NAME) in PACKED_NAMES.values():
+            raise UnsupportedCall(f"this name is set by sage_patch.apply(); load the model with {NAME!r} instead")
         tag = _FLAG_TAGS[_style_of_file(type(module).__module__)]
     site = tag.group if torch.compiler.is_compiling() else tag.key or _flag_site(module)
     unknown = [name for name, v in kwargs.items() if v is not None and name not in _PASSING_THROUGH]
@@ -89,7 +98,8 @@ def sage2_attention_forward(
         everything = dict(
             dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias,
             sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, output_attentions=output_attentions,
-            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, indices=indices,
+            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, max_length_q=max_length_q,
+            max_length_k=max_length_k, indices=indices,
         )  # fmt: skip
         given = {name: v for name, v in everything.items() if v is not None}
         return _original(tag, module)(module, query, key, value, attention_mask, **given, **kwargs)
@@ -121,6 +131,8 @@ def sage2_attention_forward(
         dropout_p=dropout,
         cu_seqlens_q=cu_seq_lens_q if packed else None,
         cu_seqlens_k=cu_seq_lens_k if packed else None,
+        max_q_len=max_length_q if isinstance(max_length_q, int) else 0,
+        max_kv_len=max_length_k if isinstance(max_length_k, int) else 0,
         out_layout="NHD",
     )
     if output_attentions:
@@ -198,10 +210,10 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    for style, name in NAMES.items():
+    for style, name in (*NAMES.items(), *PACKED_NAMES.items()):
         AttentionInterface.register(name, sage2_attention_forward)
-        fixed = None if name == NAME else style
-        AttentionMaskInterface.register(name, functools.partial(sage2_mask, style=fixed) if fixed else sage2_mask)
+        build = sage2_mask if name == NAME else functools.partial(sage2_mask, style=style)
+        AttentionMaskInterface.register(name, build)
 
 
 def unregister() -> None:
@@ -210,7 +222,7 @@ def unregister() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     # The registries have no public way to forget a name.
-    for name in NAMES.values():
+    for name in (*NAMES.values(), *PACKED_NAMES.values()):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
 
@@ -237,24 +249,35 @@ def config_copies(model: nn.Module, styles: dict[int, MaskStyle]) -> list[tuple[
 
     memo: dict[int, Any] = {}
     found = []
+    packed = _packed_configs(model)
     for module in model.modules():
         for attribute, value in list(module.__dict__.items()):
             if isinstance(value, PretrainedConfig):
                 found.append((module, attribute, value, copy.deepcopy(value, memo)))
     for _, _, original, copied in found:
-        _set_implementation(original, copied, styles)
+        _set_implementation(original, copied, styles, packed)
     return found
 
 
-def _set_implementation(original: Any, copied: Any, styles: dict[int, MaskStyle]) -> None:
+def _packed_configs(model: nn.Module) -> set[int]:
+    """Ids of the configurations all of whose modules that ask for "flash" only pack their calls then."""
+    asking: dict[int, list[type]] = {}
+    for module in model.modules():
+        if asks_for_flash(type(module)):
+            asking.setdefault(id(getattr(module, "config", None)), []).append(type(module))
+    return {key for key, classes in asking.items() if all(packs_under_flash(cls) for cls in classes)}
+
+
+def _set_implementation(original: Any, copied: Any, styles: dict[int, MaskStyle], packed: set[int]) -> None:
     """Set our name on the copy and on its sub-configurations. One without sites of its own may still build masks
     for those of others (wrapper models do): it takes the strictest style."""
     if not has_own_attention(modeling_file_of(type(original))):
-        copied._attn_implementation_internal = NAMES[styles.get(id(original), styles[0])]
+        names = PACKED_NAMES if id(original) in packed else NAMES
+        copied._attn_implementation_internal = names[styles.get(id(original), styles[0])]
     for key in getattr(original, "sub_configs", {}):
         sub = getattr(original, key, None)
         if sub is not None:
-            _set_implementation(sub, getattr(copied, key), styles)
+            _set_implementation(sub, getattr(copied, key), styles, packed)
 
 
 # Tags of modules that were never given one: the default policy, for each mask style. Plain module-level objects,
