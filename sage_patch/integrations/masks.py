@@ -41,6 +41,11 @@ class MaskPattern:
     kv_lens: Tensor | None
     version: int
 
+    def fits(self, query: Tensor, key: Tensor) -> bool:
+        """Whether the tensors have the batch and keys that the mask was made for."""
+        items = self.key_mask.shape[0] if self.key_mask is not None else query.shape[0]
+        return items == query.shape[0] and self.kv_end <= key.shape[2]
+
     def instead_of_mask(self, options: Options) -> Options:
         """The same call with the pattern in place of its dense mask, for keys and values cut at kv_end."""
         by_mask = self.key_mask is not None and self.kv_lens is None

@@ -142,7 +142,7 @@ def sage2_attention_forward(
     # A mask of a known pattern costs a kernel less than a dense one; on the exact path the dense mask exists already.
     pattern = pattern_of(attention_mask) if position_bias is None else None
     quick, seen_key, seen_value = options, key, value
-    if pattern is not None:
+    if pattern is not None and pattern.fits(query, key):
         quick = pattern.instead_of_mask(options)
         seen_key, seen_value = key[:, :, : pattern.kv_end], value[:, :, : pattern.kv_end]
     call = describe(query, seen_key, seen_value, quick)

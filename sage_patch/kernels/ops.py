@@ -206,7 +206,7 @@ def _body(
     backend = "exact" if chosen.is_exact else backend_for(query.device)
     _COUNTS[CallKey(site, recipe, backend, reason)] += 1
     for observer in _OBSERVERS:
-        seen = _with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
+        seen = with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
         observer(ObservedCall(site, query, key, value, seen, scale, left, right, top_left))
     if backend == "sm90":  # the envelope has let nothing else through than what the kernel takes
         extras = None
@@ -231,7 +231,7 @@ def _body(
             scale=scale, is_causal=right == 0, causal_top_left=top_left, kv_lens=kv_lens,
             recipe=recipe, smooth_v=chosen.smooth_v, return_lse=return_lse, extras=extras,
         )  # fmt: skip
-    attn_mask = _with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
+    attn_mask = with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
     # Autocast would turn the float32 products of either path into half precision.
     with torch.autocast(query.device.type, enabled=False):
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -256,7 +256,7 @@ def _body(
         return out, lse_all
 
 
-def _with_run(
+def with_run(
     attn_mask: Tensor | None, kv_starts: Tensor | None, kv_lens: Tensor | None, kv_len: int
 ) -> Tensor | None:
     """The mask that also says which keys there are: item b's, from kv_starts[b] (0 if None) on, kv_lens[b] of them."""
