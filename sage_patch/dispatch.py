@@ -33,12 +33,13 @@ class UnsupportedCall(ValueError):
 class Options:
     """Everything about a call but its three tensors, checked and in the core's own words.
 
-    attn_mask: 4-D, bool or float, broadcastable to [B, Hq, q_len, kv_len]. kv_starts, kv_lens: int32 [B], item b's keys
-    are the kv_lens[b] from kv_starts[b] (None: 0) on; instead of attn_mask. With a window or causality either top_left
-    holds, or all items' keys end at kv_len. left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right=0. top_left:
-    the diagonal starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
-    max_q_len, max_kv_len: of cu_seqlens' longest sequence, 0 where unknown; they decide what is too short. out_layout: in
-    which layout the output's memory is contiguous.
+    attn_mask: 4-D, bool or float, broadcastable to [B, Hq, q_len, kv_len].
+    kv_starts, kv_lens: int32 [B], item b's keys are the kv_lens[b] from kv_starts[b] (None: 0) on; instead of
+    attn_mask. With a window or causality either top_left holds, or all items' keys end at kv_len.
+    left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right=0. top_left: the diagonal
+    starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
+    max_q_len, max_kv_len: of cu_seqlens' longest sequence, 0 where unknown; they decide what is too short.
+    out_layout: in which layout the output's memory is contiguous.
     """
 
     attn_mask: Tensor | None = None

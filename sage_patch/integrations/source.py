@@ -46,7 +46,8 @@ def asks_for_flash(cls: type) -> bool:
 def packs_under_flash(cls: type) -> bool:
     """Whether that is all it does: one call for all images or windows with the lengths beside it, not one call each."""
     sources = _asking(cls)
-    return bool(sources) and all("cu_seq_lens_q=" in s and s.count("is_flash_attention_requested") == 1 for s in sources)
+    once = all(source.count("is_flash_attention_requested") == 1 for source in sources)
+    return bool(sources) and once and all("cu_seq_lens_q=" in source for source in sources)
 
 
 def _asking(cls: type) -> list[str]:

@@ -36,7 +36,8 @@ NAME = "sage2"
 # The same under the other mask styles: chosen by apply() where a model needs its masks written out.
 NAMES: dict[MaskStyle, str] = {"implicit": NAME, "bool": "sage2_bool_masks", "float": "sage2_float_masks"}
 # The same once more, for configurations of modules that attend to many images or windows: one call with their lengths
-# under a name that contains "flash", one call for each under any other. Set by apply() only, where that is all it means.
+# under a name that contains "flash", one call for each under any other. Set by apply() only, and only where that is
+# all that such a name changes.
 PACKED_NAMES: dict[MaskStyle, str] = {style: name + "_flash" for style, name in NAMES.items()}
 
 # Arguments of model.forward that transformers passes down to every attention function and that no implementation
@@ -212,7 +213,7 @@ def register() -> None:
 
     for style, name in (*NAMES.items(), *PACKED_NAMES.items()):
         AttentionInterface.register(name, sage2_attention_forward)
-        build = sage2_mask if name == NAME else functools.partial(sage2_mask, style=style)
+        build: Callable = sage2_mask if name == NAME else functools.partial(sage2_mask, style=style)
         AttentionMaskInterface.register(name, build)
 
 

@@ -256,9 +256,7 @@ def _body(
         return out, lse_all
 
 
-def with_run(
-    attn_mask: Tensor | None, kv_starts: Tensor | None, kv_lens: Tensor | None, kv_len: int
-) -> Tensor | None:
+def with_run(attn_mask: Tensor | None, kv_starts: Tensor | None, kv_lens: Tensor | None, kv_len: int) -> Tensor | None:
     """The mask that also says which keys there are: item b's, from kv_starts[b] (0 if None) on, kv_lens[b] of them."""
     if kv_lens is None:
         return attn_mask
