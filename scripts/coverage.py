@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import os
 import signal
@@ -31,12 +32,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import transformers  # noqa: E402
+from transformers.integrations.heterogeneity.configuration_utils import (  # noqa: E402
+    AmbiguousGlobalPerLayerAttributeError,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
 import families as zoo  # noqa: E402
 import sage_patch  # noqa: E402
-from sage_patch.dispatch import Options, describe  # noqa: E402
+from sage_patch.dispatch import Options, choose, describe  # noqa: E402
 from sage_patch.integrations import transformers as adapter  # noqa: E402
+from sage_patch.integrations.sites import TAG  # noqa: E402
 from sage_patch.patch import PatchError  # noqa: E402
 from sage_patch.policy import Policy  # noqa: E402
 from sage_patch.recipes import Call, Limits, parse_recipe, why_not  # noqa: E402
@@ -67,26 +72,39 @@ def on_hopper(call: Call) -> Call:
     return call._replace(backend="sm90", device="cuda", dtype=dtype, needs_grad=False, crossover=())
 
 
-def calls_of(family: zoo.Family) -> dict[str, collections.Counter]:
-    """For each kind of input: how often each (facts, starts, not described) came."""
+# Of each call: its facts, whether it was told where keys start, and the facts that were decided on.
+Seen = list[tuple[Call, bool, Call]]
+
+
+def calls_of(family: zoo.Family) -> Iterator[tuple[str, Seen, collections.Counter]]:
+    """For each kind of input: every call, and how many went elsewhere undescribed, by reason."""
     model = zoo.build(family, "eager")
-    found = {}
     for kind in INPUTS:
         inputs = zoo.inputs(family, model) if kind == "plain" else zoo.inputs(family, model, padding=kind)
-        seen: collections.Counter = collections.Counter()
+        seen: Seen = []
+        facts: list[tuple[Call, bool]] = []
 
-        def spy(query: Any, key: Any, value: Any, options: Options, seen: collections.Counter = seen) -> Call:
-            call = describe(query, key, value, options)
-            seen[on_hopper(call), options.kv_starts is not None, ""] += 1
+        def described(
+            query: Any, key: Any, value: Any, options: Options, facts: list[tuple[Call, bool]] = facts
+        ) -> Call:
+            call = on_hopper(describe(query, key, value, options))
+            facts.append((call, options.kv_starts is not None))
             return call
 
-        with sage_patch.applied(model, DEFAULT) as handle, mock.patch.object(adapter, "describe", spy):
-            zoo.outputs(model, inputs)
-            for row in handle.stats():  # exact without being described: another function's arguments, weights asked for
+        def chosen(recipe: Any, call: Call, *rest: Any, facts: Any = facts, seen: Seen = seen) -> Any:
+            seen.append((*facts[-1], call))
+            return choose(recipe, call, *rest)
+
+        with sage_patch.applied(model, DEFAULT) as handle:
+            for module in handle._tagged:
+                module.__dict__[TAG] = dataclasses.replace(module.__dict__[TAG], limits=LONG_ENOUGH)
+            with mock.patch.object(adapter, "describe", described), mock.patch.object(adapter, "choose", chosen):
+                zoo.outputs(model, inputs)
+            elsewhere: collections.Counter = collections.Counter()
+            for row in handle.stats():
                 if row["reason"].startswith("argument_") or row["reason"] == "output_attentions":
-                    seen[None, False, row["reason"]] += row["calls"]
-        found[kind] = seen
-    return found
+                    elsewhere[row["reason"]] += row["calls"]
+        yield kind, seen, elsewhere
 
 
 def measure(family: zoo.Family) -> dict[str, Any]:
@@ -95,38 +113,40 @@ def measure(family: zoo.Family) -> dict[str, Any]:
     heads = real_head_dim(family.name)
     if heads:
         record["real_head_dim"] = heads
-    seen_before = None
-    for kind, seen in calls_of(family).items():
-        if kind != "plain" and seen == seen_before:
+    plain: Seen = []
+    for kind, seen, elsewhere in calls_of(family):
+        if kind == "plain":
+            plain = seen
+        elif seen == plain:
             continue  # takes no padding mask
-        seen_before = seen if kind == "plain" else seen_before
-        before: collections.Counter = collections.Counter()
-        now: collections.Counter = collections.Counter()
-        real: collections.Counter = collections.Counter()
+        before, now, real = (collections.Counter(elsewhere) for _ in range(3))
         masks: collections.Counter = collections.Counter()
-        for (call, starts, undescribed), n in seen.items():
-            if call is None:
-                for reasons in (before, now, real):
-                    reasons[undescribed] += n
-                continue
-            before[first_kernel_why_not(call, starts) or "quantized"] += n
-            now[why_not(RECIPE, call, LONG_ENOUGH) or "quantized"] += n
-            large = call._replace(head_dim=max(heads, call.head_dim), v_head_dim=max(heads, call.v_head_dim))
-            real[why_not(RECIPE, large, LONG_ENOUGH) or "quantized"] += n
-            masks["packed" if call.varlen else "window" if call.window else call.mask] += n
+        for call, starts, decided in seen:
+            before[first_kernel_why_not(call, starts) or "quantized"] += 1
+            now[why_not(RECIPE, decided, LONG_ENOUGH) or "quantized"] += 1
+            large = decided._replace(head_dim=max(heads, call.head_dim), v_head_dim=max(heads, call.v_head_dim))
+            real[why_not(RECIPE, large, LONG_ENOUGH) or "quantized"] += 1
+            masks["packed" if call.varlen else "window" if call.window else call.mask] += 1
         record[kind] = {"before": before, "now": now, "now_real_head_dim": real, "masks": masks}
     return record
 
 
 def real_head_dim(name: str) -> int:
     """The head_dim of the family's configuration class with its default values, 0 where it does not say."""
-    config = CONFIG_MAPPING[name]() if name in CONFIG_MAPPING else None
-    text = config.get_text_config() if config is not None else None
-    dims = [getattr(text, field, None) for field in ("head_dim", "qk_head_dim")]
-    dims = [d for d in dims if isinstance(d, int)]
+    if name not in CONFIG_MAPPING:
+        return 0
+    try:
+        config = CONFIG_MAPPING[name]().get_text_config()
+    except ValueError:  # made of other configurations, which are families of their own
+        return 0
+    try:
+        named = [getattr(config, field, None) for field in ("head_dim", "qk_head_dim")]
+    except AmbiguousGlobalPerLayerAttributeError:  # layers differ, in the tiny model too
+        return 0
+    dims = [dim for dim in named if isinstance(dim, int)]
     if dims:
         return max(dims)
-    hidden, heads = (getattr(text, field, None) for field in ("hidden_size", "num_attention_heads"))
+    hidden, heads = (getattr(config, field, None) for field in ("hidden_size", "num_attention_heads"))
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
 
 

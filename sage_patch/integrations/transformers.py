@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
+from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
 from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import (
@@ -147,6 +148,7 @@ def sage2_attention_forward(
         quick = pattern.instead_of_mask(options)
         seen_key, seen_value = key[:, :, : pattern.kv_end], value[:, :, : pattern.kv_end]
     call = describe(query, seen_key, seen_value, quick)
+    quick, call = with_bool_mask(quick, call, tag.recipe, tag.limits)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:
         key, value, options = seen_key, seen_value, quick
