@@ -81,11 +81,7 @@ def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:
     """The static facts of a call, for the envelope. Tensors are HND views."""
     same_dtype = query.dtype == key.dtype == value.dtype
-    mask = options.attn_mask
-    kind = "lengths" if options.kv_lens is not None else "none"
-    if mask is not None:
-        kind = "float" if mask.dtype != torch.bool else "bool" if ops.key_padding(mask) is None else "padding"
-    tensors = (query, key, value, mask, options.sinks)
+    tensors = (query, key, value, options.attn_mask, options.sinks)
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
     if options.cu_seqlens_q is not None and options.max_q_len and options.max_kv_len:
         batch = max(1, q_len // options.max_q_len)  # of sequences as long as the longest, no more work than there is
@@ -103,7 +99,7 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         kv_len=kv_len,
         is_causal=options.right == 0,
         top_left=options.top_left,
-        mask=kind,  # type: ignore[arg-type]
+        mask=mask_kind(options),
         window=options.left >= 0 or options.right > 0,
         softcap=bool(options.softcap),
         sinks=options.sinks is not None,
@@ -116,6 +112,16 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         if backend == "sm90"
         else (),
     )
+
+
+def mask_kind(options: Options) -> Literal["none", "lengths", "padding", "bool", "float"]:
+    """`Call.mask` of these options."""
+    mask = options.attn_mask
+    if mask is None:
+        return "none" if options.kv_lens is None else "lengths"
+    if mask.dtype != torch.bool:
+        return "float"
+    return "bool" if ops.key_padding(mask) is None else "padding"
 
 
 def _width(head_dim: int, v_head_dim: int) -> int:

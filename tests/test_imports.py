@@ -44,7 +44,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"_hook", "attention", "dispatch", "config", "patch", "policy", "recipes"},  # __init__: lazily
 }
 STANDARD_LIBRARY_ONLY = {"policy", "recipes"}
-MAY_IMPORT_HUGGING_FACE = {"integrations/transformers", "integrations/diffusers", "evaluation/models"}
+MAY_IMPORT_HUGGING_FACE = {
+    "integrations/configurations",
+    "integrations/transformers",
+    "integrations/diffusers",
+    "evaluation/models",
+}
 HUGGING_FACE = {"transformers", "diffusers"}
 
 

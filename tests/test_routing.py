@@ -14,6 +14,7 @@ import sage_patch
 from sage_patch.attention import UnsupportedCall
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import transformers as adapter
+from sage_patch.integrations.configurations import PACKED_NAMES
 from sage_patch.policy import Policy
 from sage_patch.recipes import Call, Limits, parse_recipe, why_not
 from tiny import EVERYTHING, EXACT, logits, relative_l1, scaled_difference, text_model, tokens
@@ -213,7 +214,7 @@ def test_towers_that_split_make_one_call_a_layer(name, calls):
     expected = zoo.outputs(model, inputs)
     for policy, limit in ((EXACT, 1e-5), (EVERYTHING, 0.2)):
         with sage_patch.applied(model, policy) as handle:
-            assert adapter.PACKED_NAMES["bool"] in implementations(model)
+            assert PACKED_NAMES["bool"] in implementations(model)
             got = zoo.outputs(model, inputs)
             assert all(row["calls"] == 1 for row in handle.stats())
         for a, b in zip(got, expected, strict=True):
@@ -251,7 +252,7 @@ def test_the_packing_name_alone_is_refused():
     adapter.register()
     model = text_model()
     with pytest.raises(ValueError, match="flash attention implementation"):
-        model.set_attn_implementation(adapter.PACKED_NAMES["bool"])
-    model.config._attn_implementation_internal = adapter.PACKED_NAMES["bool"]
+        model.set_attn_implementation(PACKED_NAMES["bool"])
+    model.config._attn_implementation_internal = PACKED_NAMES["bool"]
     with pytest.raises(UnsupportedCall, match=r"apply\(\)"):
         logits(model, ALONE)

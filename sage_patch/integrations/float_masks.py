@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sage_patch.dispatch import Options
-from sage_patch.kernels.ops import key_padding
+from sage_patch.dispatch import Options, mask_kind
 from sage_patch.recipes import Call, Limits, Recipe, why_not
 
 _NOTE = "_sage_patch_hides"
@@ -29,8 +28,8 @@ def with_bool_mask(options: Options, call: Call, recipe: Recipe, limits: Limits)
     seen = seen_keys(options.attn_mask)
     if seen is None:
         return options, call
-    kind = "bool" if key_padding(seen) is None else "padding"
-    return replace(options, attn_mask=seen), call._replace(mask=kind)  # type: ignore[arg-type]
+    options = replace(options, attn_mask=seen)
+    return options, call._replace(mask=mask_kind(options))
 
 
 def seen_keys(mask: Tensor | None) -> Tensor | None:

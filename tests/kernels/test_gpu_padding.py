@@ -14,6 +14,7 @@ from sage_patch.integrations import transformers as adapter
 from sage_patch.policy import Policy
 from tiny import logits, relative_l1, text_model, tokens
 
+pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
 
 LENGTH = 300
