@@ -15,6 +15,7 @@ from sage_patch.attention import UnsupportedCall
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import transformers as adapter
 from sage_patch.integrations.configurations import PACKED_NAMES
+from sage_patch.kernels import ops
 from sage_patch.policy import Policy
 from sage_patch.recipes import Call, Limits, parse_recipe, why_not
 from tiny import EVERYTHING, EXACT, logits, relative_l1, scaled_difference, text_model, tokens
@@ -102,6 +103,14 @@ def test_padded_decoders_run_quantized_without_a_dense_mask(kind, where, calls):
         assert any(call.window for call, _ in calls)
     assert all(call.softcap == (kind == "gemma2") and call.sinks == (kind == "gpt_oss") for call, _ in calls)
     assert all((call.v_head_dim < call.head_dim) == (kind == "deepseek_v3") for call, _ in calls)
+
+
+def test_observers_see_the_padding_as_a_mask():
+    """What captures calls for calibration gets which keys there are, although the kernel is told otherwise."""
+    model, mask, seen = text_model(), padding("both"), []
+    with sage_patch.applied(model, EVERYTHING), ops.observe(lambda call: seen.append(call.attn_mask)):
+        logits(model, IDS, attention_mask=mask)
+    assert len(seen) == 2 and all(torch.equal(keys[:, 0, 0], mask.bool()) for keys in seen)
 
 
 def generate(model: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:

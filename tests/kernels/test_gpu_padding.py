@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import gpu_cases  # noqa: F401  (skips this file where there is no such card)
 import pytest
 import torch
+from gpu_cases import DEVICE, RECIPES, poison, qkv
+from test_gpu_masks import diagonal, same
 
 import sage_patch
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import transformers as adapter
+from sage_patch.kernels.library import Extras
 from sage_patch.policy import Policy
 from tiny import logits, relative_l1, text_model, tokens
 
@@ -123,3 +126,29 @@ def test_left_padded_generation_follows_exact_for_its_first_tokens() -> None:
                 }
     # random weights decide by a hair: only say that most first tokens agree
     assert (tokens_of["exact"][:, 0] == tokens_of["quantized"][:, 0]).float().mean() >= 0.6
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("left,right,is_causal", ((-1, -1, False), (-1, -1, True), (70, -1, True), (70, 70, False)))
+@pytest.mark.parametrize("softcap", (0.0, 20.0))
+@pytest.mark.parametrize("sides", ("right", "both"))
+def test_what_the_adapter_asks_of_the_kernel(
+    recipe: str, left: int, right: int, is_causal: bool, softcap: float, sides: str
+) -> None:
+    """Keys that end before the buffer does: the diagonal starts at the first key there is, not at an item's own."""
+    poison()
+    q, k, v = qkv(3, 4, 2, 300, 300, 128)
+    starts = torch.tensor([0, 50 if sides == "both" else 0, 300 if sides == "both" else 0], device=DEVICE)
+    lens = torch.tensor([200, 130, 0], device=DEVICE)
+    keys = torch.arange(300, device=DEVICE)
+    gone = (keys < starts[:, None]) | (keys >= (starts + lens)[:, None])
+    k, v = (x.masked_fill(gone[:, None, :, None], math.nan) for x in (k, v))
+    at = diagonal(300, 300)
+    band = torch.zeros_like(at, dtype=torch.bool)
+    if left >= 0:
+        band |= at < -left
+    if is_causal or right >= 0:
+        band |= at > (0 if is_causal else right)
+    extras = Extras(kv_starts=starts.int() if sides == "both" else None, left=left, right=right, softcap=softcap)
+    hidden = (gone[:, None, None] | band).expand(3, 4, -1, -1)
+    same(recipe, q, k, v, extras, hidden, kv_lens=lens.int(), is_causal=is_causal, top_left=is_causal or right >= 0)
