@@ -34,13 +34,17 @@ class UnsupportedCall(ValueError):
 class Options:
     """Everything about a call but its three tensors, checked and in the core's own words.
 
-    attn_mask: 4-D, bool or float, broadcastable to [B, Hq, q_len, kv_len]. kv_lens: int32 [B], keys of each item
-    that exist. left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right=0. top_left:
-    the diagonal starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
+    attn_mask: 4-D, bool or float, broadcastable to [B, Hq, q_len, kv_len].
+    kv_starts, kv_lens: int32 [B], item b's keys are the kv_lens[b] from kv_starts[b] (None: 0) on; instead of
+    attn_mask. With a window or causality either top_left holds, or all items' keys end at kv_len.
+    left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right=0. top_left: the diagonal
+    starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
+    max_q_len, max_kv_len: of cu_seqlens' longest sequence, 0 where unknown; they decide what is too short.
     out_layout: in which layout the output's memory is contiguous.
     """
 
     attn_mask: Tensor | None = None
+    kv_starts: Tensor | None = None
     kv_lens: Tensor | None = None
     scale: float | None = None
     left: int = -1
@@ -51,6 +55,8 @@ class Options:
     dropout_p: float = 0.0
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    max_q_len: int = 0
+    max_kv_len: int = 0
     return_lse: bool = False
     out_layout: Layout = "HND"
 
@@ -76,11 +82,11 @@ def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:
     """The static facts of a call, for the envelope. Tensors are HND views."""
     same_dtype = query.dtype == key.dtype == value.dtype
-    mask = options.attn_mask
-    kind = "lengths" if options.kv_lens is not None else "none"
-    if mask is not None:
-        kind = "float" if mask.dtype != torch.bool else "bool" if ops.key_padding(mask) is None else "padding"
-    tensors = (query, key, value, mask, options.sinks)
+    tensors = (query, key, value, options.attn_mask, options.sinks)
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    if options.cu_seqlens_q is not None and options.max_q_len and options.max_kv_len:
+        batch = max(1, q_len // options.max_q_len)  # of sequences as long as the longest, no more work than there is
+        q_len, kv_len = options.max_q_len, options.max_kv_len
     backend = ops.backend_for(query.device)
     return Call(
         backend=backend,
@@ -90,11 +96,11 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         v_head_dim=value.shape[-1],
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
-        q_len=query.shape[2],
-        kv_len=key.shape[2],
+        q_len=q_len,
+        kv_len=kv_len,
         is_causal=options.right == 0,
         top_left=options.top_left,
-        mask=kind,  # type: ignore[arg-type]
+        mask=mask_kind(options),
         window=options.left >= 0 or options.right > 0,
         softcap=bool(options.softcap),
         sinks=options.sinks is not None,
@@ -102,11 +108,21 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         return_lse=options.return_lse,
         dropout=options.dropout_p > 0,
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
-        batch=query.shape[0],
+        batch=batch,
         crossover=crossover.lengths(query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0)
         if backend == "sm90"
         else (),
     )
+
+
+def mask_kind(options: Options) -> Literal["none", "lengths", "padding", "bool", "float"]:
+    """`Call.mask` of these options."""
+    mask = options.attn_mask
+    if mask is None:
+        return "none" if options.kv_lens is None else "lengths"
+    if mask.dtype != torch.bool:
+        return "float"
+    return "bool" if ops.key_padding(mask) is None else "padding"
 
 
 def _width(head_dim: int, v_head_dim: int) -> int:
@@ -160,7 +176,7 @@ def attend(
         return _differentiable(query, key, value, options, reason, site)
     o = options
     out, lse = ops.attend(
-        query, key, value, o.attn_mask, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k,
+        query, key, value, o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k,
         o.scale_for(query.shape[-1]), o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout,
         recipe.name, reason, site,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from torch import nn
 
 from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.integrations import sites as site_finder
+from sage_patch.integrations.configurations import config_copies, mask_styles
 from sage_patch.integrations.diffusers import (
     carrier_of,
     denoisers,
@@ -35,7 +36,7 @@ from sage_patch.integrations.diffusers import (
 from sage_patch.integrations.sites import TAG, SiteTag
 from sage_patch.integrations.source import MaskStyle
 from sage_patch.integrations.steps import StepClock, StepSwitch, scheduler_problem, stepped_sites
-from sage_patch.integrations.transformers import OwnAttentionError, config_copies, mask_styles, register
+from sage_patch.integrations.transformers import OwnAttentionError, register
 from sage_patch.kernels import ops
 from sage_patch.policy import AttentionSite, Plan, Policy, PolicyError, resolve
 from sage_patch.recipes import parse_recipe

@@ -1,4 +1,5 @@
-"""Rewrite the table of docs/families.md from configs/, the architectures under tests/architectures and the envelope.
+"""Rewrite the tables of docs/families.md: from configs/, the architectures under tests/architectures and the envelope,
+and from docs/results/coverage.json.
 
     python scripts/update_families.py [--check]
 
@@ -9,6 +10,7 @@ changed, and a stale file is a failure.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +29,21 @@ from sage_patch.policy import Plan  # noqa: E402
 from sage_patch.recipes import parse_recipe, why_not  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
-START, END = "<!-- table: families -->", "<!-- end -->"
+COVERAGE = ROOT / "docs" / "results" / "coverage.json"
+END = "<!-- end -->"
+# Rows of the second table: what coverage.json calls them, and what the page does.
+ROWS = {
+    "all": "all calls",
+    "plain": "inputs without padding",
+    "left": "left-padded text",
+    "right": "right-padded text",
+    "causal_lm": "causal language models",
+    "encoder": "encoders",
+    "seq2seq": "sequence to sequence",
+    "multimodal": "multimodal",
+    "vision": "vision",
+    "audio": "audio",
+}
 
 
 def planned(name: str) -> Plan:
@@ -95,10 +111,31 @@ def _sites(arch: Architecture, quantized: bool) -> str:
     return "; ".join(f"{g['count']} {g['what']}" + (f" ({g['head_dim']})" if g["head_dim"] else "") for g in groups)
 
 
+def coverage_table(record: dict[str, Any]) -> str:
+    """The share of calls that the Hopper kernels take, and who keeps exact ones."""
+    summary = record["summary"]
+    lines = [
+        "| calls of | number | first kernel | now | now, with real head_dims |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row, name in ROWS.items():
+        sums = summary["rows"][row]
+        shares = (f"{100 * sums[when] / sums['calls']:.1f} %" for when in ("before", "now", "now_real_head_dim"))
+        lines.append(f"| {name} | {sums['calls']} | {' | '.join(shares)} |")
+    lines += ["", f"{summary['families']} families. What stays exact now, with the number of calls:", ""]
+    for reason, names in summary["exact_now"].items():
+        who = ", ".join(f"{name} {calls}" for name, calls in names.items())
+        lines.append(f"- `{reason}`, {sum(names.values())}: {who}")
+    return "\n".join(lines)
+
+
 def rewrite(text: str, plan_of: Callable[[str], Plan] = planned) -> str:
-    """The page with a fresh table between the markers."""
-    before, rest = text.split(START)
-    return f"{before}{START}\n\n{table(plan_of)}\n\n{END}{rest.split(END)[1]}"
+    """The page with fresh tables between the markers."""
+    coverage = json.loads(COVERAGE.read_text(encoding="utf-8"))
+    for name, content in (("families", table(plan_of)), ("coverage", coverage_table(coverage))):
+        before, rest = text.split(start := f"<!-- table: {name} -->")
+        text = f"{before}{start}\n\n{content}\n\n{END}{rest.split(END, 1)[1]}"
+    return text
 
 
 def main() -> None:

@@ -174,7 +174,7 @@ def test_opcheck(dim: int, layout: str, mask: str, lse: bool) -> None:
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     for recipe in ("exact", RECIPE):
         args = (
-            q, k, v, mask_of(mask, 9, 21, dtype), None, torch.zeros(4) if lse else None, None, None,
+            q, k, v, mask_of(mask, 9, 21, dtype), None, None, torch.zeros(4) if lse else None, None, None,
             dim**-0.5 if lse else 0.3, -1, 0 if lse else -1, False, 0.0, lse, layout, recipe, "", "opcheck",
         )  # fmt: skip
         torch.library.opcheck(
@@ -190,7 +190,7 @@ def test_opcheck_packed_and_counter() -> None:
     """The packed form and the counting operator, under every opcheck test but gradients."""
     q, k, v = qkv(1, 2, 9, 9, 16)
     cu = torch.tensor([0, 4, 7])
-    args = (q, k, v, None, None, None, cu, cu, 0.25, -1, 0, False, 0.0, True, "NHD", RECIPE, "", "opcheck")
+    args = (q, k, v, None, None, None, None, cu, cu, 0.25, -1, 0, False, 0.0, True, "NHD", RECIPE, "", "opcheck")
     every = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.sage_patch.attention.default, args, test_utils=every)
     torch.library.opcheck(

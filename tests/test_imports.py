@@ -45,7 +45,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "": {"_hook", "attention", "dispatch", "config", "integrations", "patch", "policy", "recipes"},  # __init__: lazily
 }
 STANDARD_LIBRARY_ONLY = {"policy", "recipes"}
-MAY_IMPORT_HUGGING_FACE = {"integrations/transformers", "integrations/diffusers", "evaluation/models"}
+MAY_IMPORT_HUGGING_FACE = {
+    "integrations/configurations",
+    "integrations/transformers",
+    "integrations/diffusers",
+    "evaluation/models",
+}
 # Has subclasses of transformers' own, and is imported by nobody but the lazy name in __init__.
 SUBCLASSES_HUGGING_FACE = "integrations/kv_cache"
 HUGGING_FACE = {"transformers", "diffusers"}

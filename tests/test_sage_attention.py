@@ -222,7 +222,7 @@ def test_counts_by_prefix() -> None:
     """Counters are kept per site and can be read and cleared per model."""
     tensors = qkv(1, 1, 20, 20, 32)
     for site in ("a/0", "a/1", "b/0"):
-        ops.attention(*tensors, None, None, None, None, None, 0.1, -1, -1, False, 0.0, False, "HND", "exact", "x", site)
+        ops.attention(*tensors, *[None] * 6, 0.1, -1, -1, False, 0.0, False, "HND", "exact", "x", site)
     assert sum(ops.counts("a/").values()) == 2
     ops.reset_counts("a/")
     assert [k.site for k in ops.counts()] == ["b/0"]

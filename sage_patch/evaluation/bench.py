@@ -244,7 +244,7 @@ def host_cost() -> dict[str, float]:
     ways: dict[str, Callable[[], object]] = {
         "sage_attention": lambda: sage_attention(q, k, v, recipe=recipe),
         "operator": lambda: ops.attention(
-            q, k, v, None, None, None, None, None, 0.125, -1, -1, False, 0.0, False, "HND", recipe, "", ""
+            q, k, v, None, None, None, None, None, None, 0.125, -1, -1, False, 0.0, False, "HND", recipe, "", ""
         ),
         "library_forward": lambda: library.forward(q, k, v, scale=0.125),
         "c_call": call.run,

@@ -18,8 +18,6 @@ from sage_patch.integrations.masks import MaskPattern, pattern_of
 from sage_patch.integrations.sites import SiteTag
 from sage_patch.pages import Pages
 
-_STARTS = "_sage_patch_starts"
-
 
 class Reading:
     """Tokens first .. length - 1 of a store, as one update left them.
@@ -173,17 +171,12 @@ def _at_least(starts: Tensor | None, reading: Reading) -> Tensor:
 
 def _starts_of(pattern: MaskPattern, reading: Reading) -> tuple[bool, Tensor | None]:
     """(whether the real tokens of every item come last, int32 [B] position of the first of each or None if all are
-    real). One look at the values a forward: the answer is kept on the mask, which all layers share."""
+    real)."""
+    if pattern.kv_end != reading.kv_len:
+        return False, None
     if pattern.key_mask is None:
         return True, None
-    kv_len = pattern.key_mask.shape[-1]
-    if kv_len != reading.kv_len:
+    if pattern.kv_lens is None:  # not one run each, or runs that end before the last key
         return False, None
-    found = getattr(pattern.key_mask, _STARTS, None)
-    if found is None:
-        starts = kv_len - pattern.key_mask.sum(dim=-1, dtype=torch.int32)
-        last = torch.arange(kv_len, device=starts.device) >= starts[:, None]
-        found = (torch.equal(last, pattern.key_mask), starts)
-        setattr(pattern.key_mask, _STARTS, found)
-    known, starts = found
-    return (True, starts + reading.first) if known else (False, None)
+    starts = pattern.kv_starts
+    return True, starts + reading.first if starts is not None and reading.first else starts

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, choose, describe, tick, unify
+from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.rebind import rebound_methods
 from sage_patch.integrations.sites import TAG, SiteTag, place_of
 from sage_patch.policy import AttentionSite, Role
@@ -285,7 +286,10 @@ def _sdpa(
     )
     site = tag.group if torch.compiler.is_compiling() else tag.key
     call = describe(query, key, value, options)
+    quick, call = with_bool_mask(options, call, tag.recipe, tag.limits)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
+    if not recipe.is_exact:
+        options = quick
     return attend(query, key, value, options, call, recipe, reason, site)[0]
 
 

@@ -37,6 +37,26 @@ def is_routed(cls: type) -> bool:
 
 
 @functools.cache
+def asks_for_flash(cls: type) -> bool:
+    """Whether the code of a module class behaves otherwise under an implementation whose name contains "flash"."""
+    return bool(_asking(cls))
+
+
+@functools.cache
+def packs_under_flash(cls: type) -> bool:
+    """Whether that is all it does: one call for all images or windows with the lengths beside it, not one call each."""
+    sources = _asking(cls)
+    once = all(source.count("is_flash_attention_requested") == 1 for source in sources)
+    return bool(sources) and once and all("cu_seq_lens_q=" in source for source in sources)
+
+
+def _asking(cls: type) -> list[str]:
+    """The sources of a class and its bases that ask; the base of all models asks only when it is loaded."""
+    sources = [_source(base) for base in cls.__mro__ if base.__module__ != "transformers.modeling_utils"]
+    return [source for source in sources if "is_flash_attention_requested" in source]
+
+
+@functools.cache
 def has_own_attention(modeling_file: str) -> bool:
     """transformers' own test of a modeling file: it defines attention classes and never asks the registry."""
     source = _module_source(modeling_file)

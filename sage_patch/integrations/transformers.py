@@ -1,5 +1,4 @@
-"""The functions registered with transformers under "sage2", one for attention and one for masks, and the names
-that a patched model's configurations get.
+"""The functions registered with transformers under "sage2", one for attention and one for masks.
 
 Both registrations are needed: an attention name that the mask registry does not know gets no mask at all, which
 drops padding and windows without a word. Each call is run quantized, or exact with a counted reason, or refused.
@@ -7,7 +6,6 @@ drops padding and windows without a word. Each call is run quantized, or exact w
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -19,6 +17,8 @@ from torch import Tensor, nn
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
 from sage_patch.integrations.cached import attend_cached, reading_of, why_exact
+from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
+from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
 from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import (
@@ -27,20 +27,14 @@ from sage_patch.integrations.source import (
     has_own_attention,
     mask_style,
     modeling_file_of,
-    style_for,
 )
-from sage_patch.policy import AttentionSite
 from sage_patch.recipes import AUTO, EXACT, Limits, parse_recipe
-
-NAME = "sage2"
-# The same under the other mask styles: chosen by apply() where a model needs its masks written out.
-NAMES: dict[MaskStyle, str] = {"implicit": NAME, "bool": "sage2_bool_masks", "float": "sage2_float_masks"}
 
 # Arguments of model.forward that transformers passes down to every attention function and that no implementation
 # reads: positions are already in the rotated keys and the mask, the rest concerns other parts of the model.
 _PASSING_THROUGH = frozenset(
     """position_ids cache_position use_cache output_hidden_states output_router_logits return_dict logits_to_keep
-    num_items_in_batch max_length_q max_length_k token_type_ids mm_token_type_ids deterministic inputs_embeds
+    num_items_in_batch token_type_ids mm_token_type_ids deterministic inputs_embeds
     position_embeddings past_key_values labels layer_idx is_first_iteration encoder_attention_mask
     encoder_hidden_states input_ids interpolate_pos_encoding pixel_values return_loss""".split()
 )
@@ -70,6 +64,8 @@ def sage2_attention_forward(
     output_attentions: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -82,6 +78,8 @@ def sage2_attention_forward(
     """
     tag = getattr(module, TAG, None)
     if tag is None:
+        if getattr(getattr(module, "config", None), "_attn_implementation", NAME) in PACKED_NAMES.values():
+            raise UnsupportedCall(f"this name is set by sage_patch.apply(); load the model with {NAME!r} instead")
         tag = _FLAG_TAGS[_style_of_file(type(module).__module__)]
     site = tag.group if torch.compiler.is_compiling() else tag.key or _flag_site(module)
     reading = reading_of(key)
@@ -92,7 +90,8 @@ def sage2_attention_forward(
         everything = dict(
             dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias,
             sliding_window=sliding_window, softcap=softcap, s_aux=s_aux, output_attentions=output_attentions,
-            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, indices=indices,
+            cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, max_length_q=max_length_q,
+            max_length_k=max_length_k, indices=indices,
         )  # fmt: skip
         given = {name: v for name, v in everything.items() if v is not None}
         if reading is not None:
@@ -143,6 +142,8 @@ def sage2_attention_forward(
         dropout_p=dropout,
         cu_seqlens_q=cu_seq_lens_q if packed else None,
         cu_seqlens_k=cu_seq_lens_k if packed else None,
+        max_q_len=max_length_q if isinstance(max_length_q, int) else 0,
+        max_kv_len=max_length_k if isinstance(max_length_k, int) else 0,
         out_layout="NHD",
     )
     if output_attentions:
@@ -151,11 +152,15 @@ def sage2_attention_forward(
 
     # A mask of a known pattern costs a kernel less than a dense one; on the exact path the dense mask exists already.
     pattern = pattern_of(attention_mask) if position_bias is None else None
-    quick = options if pattern is None else pattern.instead_of_mask(options, query.device)
-    call = describe(query, key, value, quick)
+    quick, seen_key, seen_value = options, key, value
+    if pattern is not None and pattern.fits(query, key):
+        quick = pattern.instead_of_mask(options)
+        seen_key, seen_value = key[:, :, : pattern.kv_end], value[:, :, : pattern.kv_end]
+    call = describe(query, seen_key, seen_value, quick)
+    quick, call = with_bool_mask(quick, call, tag.recipe, tag.limits)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:
-        options = quick
+        key, value, options = seen_key, seen_value, quick
     out, _ = attend(query, key, value, options, call, recipe, reason, site)
     return out.transpose(1, 2), None
 
@@ -217,10 +222,10 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    for style, name in NAMES.items():
+    for style, name in (*NAMES.items(), *PACKED_NAMES.items()):
         AttentionInterface.register(name, sage2_attention_forward)
-        fixed = None if name == NAME else style
-        AttentionMaskInterface.register(name, functools.partial(sage2_mask, style=fixed) if fixed else sage2_mask)
+        build: Callable = sage2_mask if name == NAME else functools.partial(sage2_mask, style=style)
+        AttentionMaskInterface.register(name, build)
 
 
 def unregister() -> None:
@@ -229,51 +234,9 @@ def unregister() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     # The registries have no public way to forget a name.
-    for name in NAMES.values():
+    for name in (*NAMES.values(), *PACKED_NAMES.values()):
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-
-
-def mask_styles(found: list[tuple[AttentionSite, nn.Module]]) -> dict[int, MaskStyle]:
-    """The mask style of every configuration object that sites hold, by id; under 0, the strictest of them all."""
-    causal: dict[int, bool] = {}
-    files: dict[int, str] = {}
-    for _, module in found:
-        key = id(getattr(module, "config", None))
-        causal[key] = causal.get(key, True) and getattr(module, "is_causal", False) is True
-        files[key] = type(module).__module__
-    styles = {key: style_for(files[key], causal[key]) for key in causal}
-    strictest = max(styles.values(), key=STRICTEST_LAST.index)
-    return {**styles, 0: strictest}
-
-
-def config_copies(model: nn.Module, styles: dict[int, MaskStyle]) -> list[tuple[nn.Module, str, Any, Any]]:
-    """(module, attribute, original config, patched copy) for every configuration object the modules hold.
-
-    A submodel that attends in its own code keeps its implementation: its masks must not change type.
-    """
-    from transformers import PretrainedConfig
-
-    memo: dict[int, Any] = {}
-    found = []
-    for module in model.modules():
-        for attribute, value in list(module.__dict__.items()):
-            if isinstance(value, PretrainedConfig):
-                found.append((module, attribute, value, copy.deepcopy(value, memo)))
-    for _, _, original, copied in found:
-        _set_implementation(original, copied, styles)
-    return found
-
-
-def _set_implementation(original: Any, copied: Any, styles: dict[int, MaskStyle]) -> None:
-    """Set our name on the copy and on its sub-configurations. One without sites of its own may still build masks
-    for those of others (wrapper models do): it takes the strictest style."""
-    if not has_own_attention(modeling_file_of(type(original))):
-        copied._attn_implementation_internal = NAMES[styles.get(id(original), styles[0])]
-    for key in getattr(original, "sub_configs", {}):
-        sub = getattr(original, key, None)
-        if sub is not None:
-            _set_implementation(sub, getattr(copied, key), styles)
 
 
 # Tags of modules that were never given one: the default policy, for each mask style. Plain module-level objects,

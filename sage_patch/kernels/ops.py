@@ -120,9 +120,9 @@ def prepare(device: torch.device) -> None:
 
 _LIBRARY = torch.library.Library("sage_patch", "DEF")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_lens, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, float softcap, "
-    "bool return_lse, str out_layout, str recipe, str reason, str site) -> (Tensor, Tensor)"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_starts, Tensor? kv_lens, "
+    "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, "
+    "float softcap, bool return_lse, str out_layout, str recipe, str reason, str site) -> (Tensor, Tensor)"
 )
 # `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.
 _LIBRARY.define("count(Tensor(a!) ticket, str recipe, str reason, str site) -> ()")
@@ -191,6 +191,7 @@ def _body(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    kv_starts: Tensor | None,
     kv_lens: Tensor | None,
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,
@@ -210,16 +211,21 @@ def _body(
     backend = "exact" if chosen.is_exact else backend_for(query.device)
     _COUNTS[CallKey(site, recipe, backend, reason)] += 1
     for observer in _OBSERVERS:
-        observer(ObservedCall(site, query, key, value, attn_mask, scale, left, right, top_left))
+        seen = with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
+        observer(ObservedCall(site, query, key, value, seen, scale, left, right, top_left))
     if backend == "sm90":  # the envelope has let nothing else through than what the kernel takes
         extras = None
-        if attn_mask is not None or left >= 0 or right > 0 or softcap or sinks is not None or cu_seqlens_q is not None:
+        if (
+            attn_mask is not None or kv_starts is not None or left >= 0 or right > 0 or softcap
+            or sinks is not None or cu_seqlens_q is not None
+        ):  # fmt: skip
             if attn_mask is not None and attn_mask.dtype == torch.float64:
                 attn_mask = attn_mask.float()
             padding = key_padding(attn_mask) if left < 0 and right < 0 and kv_lens is None else None
             extras = library.Extras(
                 attn_mask=attn_mask if padding is None else None,
                 key_padding=None if padding is None else padding.contiguous(),
+                kv_starts=kv_starts,
                 left=left, right=right, softcap=softcap,
                 sinks=None if sinks is None else sinks.float().contiguous(),
                 cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.int().contiguous(),
@@ -232,9 +238,7 @@ def _body(
             smooth_k=chosen.smooth_k, smooth_v=chosen.smooth_v, smooth_q=chosen.smooth_q,
             return_lse=return_lse, extras=extras,
         )  # fmt: skip
-    if kv_lens is not None:
-        lengths = (torch.arange(key.shape[2], device=key.device) < kv_lens[:, None])[:, None, None, :]
-        attn_mask = lengths if attn_mask is None else attn_mask & lengths
+    attn_mask = with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
     # Autocast would turn the float32 products of either path into half precision.
     with torch.autocast(query.device.type, enabled=False):
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -257,6 +261,15 @@ def _body(
             if lse is not None:
                 lse_all[:, :, q[i] : q[i + 1]] = lse
         return out, lse_all
+
+
+def with_run(attn_mask: Tensor | None, kv_starts: Tensor | None, kv_lens: Tensor | None, kv_len: int) -> Tensor | None:
+    """The mask that also says which keys there are: item b's, from kv_starts[b] (0 if None) on, kv_lens[b] of them."""
+    if kv_lens is None:
+        return attn_mask
+    index = torch.arange(kv_len, device=kv_lens.device) - (0 if kv_starts is None else kv_starts[:, None])
+    there = ((index >= 0) & (index < kv_lens[:, None]))[:, None, None, :]
+    return there if attn_mask is None else attn_mask & there
 
 
 def _run(
@@ -316,6 +329,7 @@ def _attention_fake(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
+    kv_starts: Tensor | None,
     kv_lens: Tensor | None,
     sinks: Tensor | None,
     cu_seqlens_q: Tensor | None,

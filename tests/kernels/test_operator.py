@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_patch.kernels import ops
 
-REST = (None, None, None, None, None, 0.125, -1, -1, False, 0.0, False, "NHD", "qk_int8_pv_fp8", "", "here")
+REST = (None, None, None, None, None, None, 0.125, -1, -1, False, 0.0, False, "NHD", "qk_int8_pv_fp8", "", "here")
 
 
 class Seen(TorchDispatchMode):
