@@ -27,7 +27,7 @@ _CORE = struct.Struct("@IIiiiiiiiiiifiPPPPPPPNP12q")
 _TAIL = struct.Struct("@PPqPPP4qPfiii")
 _SIZE = _CORE.size + _TAIL.size
 _NO_EXTRAS = _TAIL.pack(*[0] * 11, 0.0, -1, -1, 0)
-_VERSION = 2
+_VERSION = 3
 _MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 
 

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from sage_patch.kernels import build, library
+from sage_patch.kernels import build, cache_library, library
 
 NEEDS_NVCC = pytest.mark.skipif(build.find_nvcc() is None or build.find_ninja() is None, reason="no nvcc or no ninja")
 # Instructions of the main loop (one 64 x 128 tile): budget and expected tensor-core instructions.
-LOOPS = {
-    (128, 0): (436, {"IGMMA.64x128x32": 4, "QGMMA.64x136x32": 4}),
-    (64, 0): (397, {"IGMMA.64x128x32": 2, "QGMMA.64x72x32": 4}),
-    (128, 1): (514, {"IGMMA.64x128x32": 4, "HGMMA.64x128x16": 8}),
-    (256, 0): (510, {"IGMMA.64x128x32": 14, "QGMMA.64x136x32": 4}),  # six or eight steps of 32 channels
-    (64, 1): (471, {"IGMMA.64x128x32": 2, "HGMMA.64x64x16": 8}),
+LOOPS = {  # head_dim of the images, FP16 PV, channels of V: budget, tensor-core instructions
+    (128, 0, 128): (436, {"IGMMA.64x128x32": 4, "QGMMA.64x136x32": 4}),
+    (128, 0, 96): (416, {"IGMMA.64x128x32": 3, "QGMMA.64x104x32": 4}),
+    (64, 0, 64): (397, {"IGMMA.64x128x32": 2, "QGMMA.64x72x32": 4}),
+    (128, 1, 128): (514, {"IGMMA.64x128x32": 4, "HGMMA.64x128x16": 8}),
+    (256, 0, 128): (510, {"IGMMA.64x128x32": 14, "QGMMA.64x136x32": 4}),  # six or eight steps of 32 channels
+    (64, 1, 64): (471, {"IGMMA.64x128x32": 2, "HGMMA.64x64x16": 8}),
 }
 
 
@@ -54,7 +55,7 @@ def test_exports_only_the_contract(built: Path) -> None:
         pytest.skip("no nm")
     out = subprocess.run([nm, "-D", "--defined-only", str(built)], capture_output=True, text=True, check=True).stdout
     names = {line.split()[-1] for line in out.splitlines()}
-    header = (build.source_dir() / "sage2.h").read_text()
+    header = "".join((build.source_dir() / name).read_text() for name in ("sage2.h", "sage2_pages.h"))
     assert names == set(re.findall(r"^SAGE2_API .*?(\w+)\(", header, re.MULTILINE))
 
 
@@ -115,11 +116,12 @@ def test_packed_arguments_have_the_size_of_the_struct(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("no C compiler")
     (tmp_path / "size.c").write_text(
-        f'#include <stdio.h>\n#include "{build.source_dir()}/sage2.h"\n'
-        'int main(void) { printf("%zu", sizeof(Sage2Args)); }'
+        f'#include <stdio.h>\n#include "{build.source_dir()}/sage2_pages.h"\n'
+        'int main(void) { printf("%zu %zu", sizeof(Sage2Args), sizeof(Sage2Pages)); }'
     )
     subprocess.run([compiler, "size.c", "-o", "size"], cwd=tmp_path, check=True)
-    assert int(subprocess.run([tmp_path / "size"], capture_output=True, text=True, check=True).stdout) == library._SIZE
+    sizes = subprocess.run([tmp_path / "size"], capture_output=True, text=True, check=True).stdout
+    assert sizes == f"{library._SIZE} {cache_library._ARGS.size}"
 
 
 @NEEDS_NVCC
@@ -156,11 +158,13 @@ def test_machine_code(built: Path) -> None:
     for function in sass.split("Function : ")[1:]:
         code = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);\s+/\*", function)]
         assert not [t for _, t in code if re.match(r"(@!?U?P\d+ )?(LDL|STL)\b", t)], "local memory"
-        name = re.search(r"attentionILi(\d+)ELb(\d)ELNS_6FamilyE(\d)", function[:300])
+        name = re.search(r"attentionILi(\d+)ELb(\d)ELNS_6FamilyE(\d)ELi(\d+)", function[:300])
         if name is None:
-            assert not [t for _, t in code if "GMMA" in t]
+            pages = re.search(r"attendILi(\d+)ELb", function[:300])  # attention over a cache's pages
+            expected = sum(LOOPS[int(pages[1]), 0, int(pages[1])][1].values()) if pages else 0
+            assert sum("GMMA" in t for _, t in code) == expected
             continue
-        key, family = (int(name[1]), int(name[2])), int(name[3])
+        key, family = (int(name[1]), int(name[2]), int(name[4])), int(name[3])
         assert not [t for _, t in code if re.search(r"\b[IHQ]MMA\.", t)], "a tensor-core instruction of an older family"
         if family:  # two copies of a tile's work: whole, and partly hidden or with changed logits
             assert sum("GMMA" in t for _, t in code) == 2 * sum(LOOPS[key][1].values())
