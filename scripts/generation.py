@@ -37,7 +37,7 @@ import math
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,18 @@ SHORTEST = 4  # a left-padded batch holds whole prompts down to a quarter
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of how many tokens, how many of them (of a left-padded batch always four), new tokens of each."""
+    """prompts: how many, of prompt_tokens each; a left-padded batch is always of four. drafted: how many of them in
+    ways with drafts, which take one at a time. new_tokens: of each."""
 
     prompt_tokens: int
     prompts: int
+    drafted: int
     new_tokens: int
 
 
 SIZES = {
-    "cpu": {"lm-tiny-d128": Sizes(464, 2, 48), "SmolLM2-135M-Instruct": Sizes(320, 1, 24)},
-    "cuda": dict.fromkeys(MODELS, Sizes(1976, 2, 48)),
+    "cpu": {"lm-tiny-d128": Sizes(464, 2, 2, 48), "SmolLM2-135M-Instruct": Sizes(320, 2, 1, 24)},
+    "cuda": dict.fromkeys(MODELS, Sizes(1976, 4, 2, 48)),
 }
 
 
@@ -139,6 +141,11 @@ class Written:
     scores: Tensor | None
     nbytes: int
     seconds: float
+
+    def rows(self, count: int) -> Written:
+        """The first ones, of a run with logits."""
+        assert self.logits is not None
+        return replace(self, tokens=self.tokens[:count], logits=self.logits[:count])
 
 
 def padded_prompts(windows: Tensor) -> Prompts:
@@ -211,13 +218,10 @@ def compare(
     with sage_patch.applied(model, POLICY) as handle:
         got = write(model, way, prompts, new_tokens, assistant=assistant, follow=None)
         stats = handle.stats()
-        led = got
-        if got.logits is not None and not torch.equal(got.tokens, want.tokens):
-            led = write(model, way, prompts, new_tokens, assistant=assistant, follow=want.tokens)
+        distributions = {} if way.beams else _distributions(model, way, prompts, got, want, assistant)
     row: dict[str, Any] = {"way": way.name, "texts": len(got.tokens), "new_tokens": new_tokens}
-    row |= _same_text(got.tokens, want)
-    if got.scores is None:
-        row |= _distributions(led, want)
+    row |= _same_text(got.tokens, want) | distributions
+    if not way.beams:
         row["near_equal"] = all(d["gap"] <= NEAR_TIE for d in row["differences"])
     else:
         row["beams"] = _beam_scores(model, prompts, got, want)
@@ -251,7 +255,13 @@ def _same_text(tokens: Tensor, want: Written) -> dict[str, Any]:
     }
 
 
-def _distributions(led: Written, want: Written) -> dict[str, float]:
+def _distributions(
+    model: nn.Module, way: Way, prompts: Prompts, got: Written, want: Written, assistant: nn.Module | None
+) -> dict[str, float]:
+    """kl, kl_worst and top1 along the wanted text. Where the model wrote it by itself, its own logits are those."""
+    led = got
+    if not torch.equal(got.tokens, want.tokens):
+        led = write(model, way, prompts, want.tokens.shape[1], assistant=assistant, follow=want.tokens)
     assert led.logits is not None and want.logits is not None
     exact, ours = want.logits.log_softmax(-1), led.logits.log_softmax(-1)
     kl = (exact.exp() * (exact - ours)).sum(-1)
@@ -274,8 +284,8 @@ def _mean_log_probability(model: nn.Module, prompts: Prompts, tokens: Tensor) ->
     whole = torch.cat([prompts.ids, tokens], dim=1)
     mask = torch.cat([prompts.mask, torch.ones_like(tokens)], dim=1)
     with torch.no_grad():
-        logits = model(input_ids=whole, attention_mask=mask, use_cache=False).logits
-    rows = logits[:, prompts.ids.shape[1] - 1 : -1].float().log_softmax(-1)
+        logits = model(input_ids=whole, attention_mask=mask, use_cache=False, logits_to_keep=tokens.shape[1] + 1).logits
+    rows = logits[:, :-1].float().log_softmax(-1)
     return rows.gather(-1, tokens[..., None])[..., 0].mean(-1)
 
 
@@ -310,12 +320,15 @@ def measure(model: nn.Module, windows: Tensor, sizes: Sizes, ways: tuple[Way, ..
     unpatched = {Way(""): usual}
     rows, between = [], {}
     for way in ways:
-        prompts = padded if way.padded else plain
+        prompts = padded if way.padded else plain.rows(slice(sizes.drafted if way.one_by_one else None))
         same = replace(way, name="", cache="dynamic" if way.quantized else way.cache)
         if same not in unpatched:
-            unpatched[same] = write(model, same, prompts, sizes.new_tokens, assistant=assistant, follow=None)
+            found = write(model, same, prompts, sizes.new_tokens, assistant=assistant, follow=None)
+            unpatched[same] = found
             if not (way.padded or way.beams):
-                between[way.name] = _same_text(unpatched[same].tokens, usual)
+                want = usual.rows(len(found.tokens))
+                between[way.name] = _same_text(found.tokens, want)
+                between[way.name] |= _distributions(model, same, prompts, found, want, assistant)
         rows.append(compare(model, way, prompts, unpatched[same], sizes.new_tokens, assistant))
         print(json.dumps(rows[-1]), flush=True)
     return {"ways": rows, "unpatched": between}
@@ -339,8 +352,8 @@ def language_model(name: str, device: str) -> dict[str, Any]:
         return {"model": name, "unavailable": str(error)}
     start = time.perf_counter()
     results = measure(model, text_windows(tokenizer, config.task, model), sizes)
-    facts = {"model": name, "dtype": dtype, "prompt_tokens": sizes.prompt_tokens, "prompts": sizes.prompts}
-    return facts | {"new_tokens": sizes.new_tokens} | results | {"seconds": time.perf_counter() - start}
+    facts = {"model": name, "dtype": dtype} | asdict(sizes)
+    return facts | results | {"seconds": time.perf_counter() - start}
 
 
 def main() -> None:

