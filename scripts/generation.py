@@ -14,6 +14,8 @@ differences: of each text that differs, the first place, and the gap there: the 
 kl, kl_worst, top1: KL of the next-token distributions, mean and worst place, and how often both prefer the same token,
     while the patched model is led along the unpatched one's text, over all new tokens. Not for beams. Prompt lookup
     then drafts from that text only; drafts that turn out wrong are part of what it writes by itself.
+gap_error, gap_error_99: by how many nats the gap between the unpatched model's two best tokens changes at those places,
+    median and 99 % quantile. What differences there must be at near-ties follows from it.
 beams: `score` is the mean log-probability that the patched search gave its text, `exact_score` what the unpatched model
     gives that text, `unpatched_score` what it gives the text of its own search; nats a token.
 calls: attention calls of the patched model that ran quantized, over the pages of a quantized cache, or exact by reason.
@@ -258,7 +260,7 @@ def _same_text(tokens: Tensor, want: Written) -> dict[str, Any]:
 def _distributions(
     model: nn.Module, way: Way, prompts: Prompts, got: Written, want: Written, assistant: nn.Module | None
 ) -> dict[str, float]:
-    """kl, kl_worst and top1 along the wanted text. Where the model wrote it by itself, its own logits are those."""
+    """kl and the like along the wanted text. Where the model wrote it by itself, its own logits are those."""
     led = got
     if not torch.equal(got.tokens, want.tokens):
         led = write(model, way, prompts, want.tokens.shape[1], assistant=assistant, follow=want.tokens)
@@ -266,7 +268,15 @@ def _distributions(
     exact, ours = want.logits.log_softmax(-1), led.logits.log_softmax(-1)
     kl = (exact.exp() * (exact - ours)).sum(-1)
     same = exact.argmax(-1) == ours.argmax(-1)
-    return {"kl": float(kl.mean()), "kl_worst": float(kl.max()), "top1": float(same.float().mean())}
+    best = exact.topk(2).indices
+    gap_error = (ours.gather(-1, best).diff(dim=-1) - exact.gather(-1, best).diff(dim=-1)).abs().flatten()
+    return {
+        "kl": float(kl.mean()),
+        "kl_worst": float(kl.max()),
+        "top1": float(same.float().mean()),
+        "gap_error": float(gap_error.median()),
+        "gap_error_99": float(gap_error.quantile(0.99)),
+    }
 
 
 def _beam_scores(model: nn.Module, prompts: Prompts, got: Written, want: Written) -> list[dict[str, float]]:

@@ -225,7 +225,7 @@ def generation_ways() -> str:
 
 def _ways(model: Any) -> str:
     lines = [
-        "| way | equal texts | same tokens before the first difference | gap there, nats | mean KL | worst KL "
+        "| way | equal texts | same tokens before the first difference | gap there, nats | mean KL | change of gaps "
         "| calls: quantized, over pages, exact | bytes |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -234,7 +234,7 @@ def _ways(model: Any) -> str:
         gaps = ", ".join(f"{d['gap']:.2f}" for d in way["differences"] if "gap" in d)
         if "beams" in way:
             gaps = "scores " + ", ".join(f"{b['score'] - b['exact_score']:+.3f}" for b in way["beams"])
-        kl = f"{way['kl']:.4f} | {way['kl_worst']:.3f}" if "kl" in way else " | "
+        kl = f"{way['kl']:.4f} | {way['gap_error']:.2f}, {way['gap_error_99']:.2f}" if "kl" in way else " | "
         calls = way["calls"]
         exact = ", ".join(f"{n} `{reason}`" for reason, n in calls["exact"].items()) or "0"
         ratio = f"{way['cache']['ratio']:.2f}" if "cache" in way else ""
