@@ -5,17 +5,21 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 from sage_patch.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_readme_tables_come_from_the_recorded_results():
+@pytest.mark.parametrize("page", ["README.md", "docs/kv_cache.md"])
+def test_tables_come_from_the_recorded_results(page):
     spec = importlib.util.spec_from_file_location("update_readme", ROOT / "scripts" / "update_readme.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / page).read_text()
+    assert ROOT / page in module.PAGES
     assert module.rewrite(text) == text, "stale: run python scripts/update_readme.py"
 
 

@@ -45,7 +45,7 @@ def test_builds_once_and_loads(built: Path, tmp_path: Path) -> None:
     assert build.build(["sm_90a"]) == built
     copy = build.build(out=tmp_path / "dist" / "libsage2.so")
     assert copy.read_bytes() == built.read_bytes()
-    assert library.load().sage2_version() == 2 and library.architectures() == ["9.0"]
+    assert library.load().sage2_version() == library._VERSION and library.architectures() == ["9.0"]
 
 
 @NEEDS_NVCC
