@@ -47,7 +47,8 @@ def test_lengths(recipe: str, d: int, dtype: torch.dtype, causal: bool, top_left
     poison()
     for n, kn, g in itertools.product((1, 77, 503, 1031), (1, 77, 503, 1031), (1, 4)):
         q, k, v = qkv(2, 4, 4 // g, n, kn, d, dtype)
-        check(recipe, q, k, v, causal=causal, top_left=top_left, lse_tolerance=1.2)  # a row of one key: one logit's error
+        # the log-sum-exp of a row with one key is off by the error of one logit
+        check(recipe, q, k, v, causal=causal, top_left=top_left, lse_tolerance=1.2)
 
 
 @recipes
