@@ -12,6 +12,7 @@ from torch import Tensor
 from oracle import T8F8, Tolerance, assert_attention_close, attention, normal
 from sage_patch.pages import SLAB_PAGES, Pages
 from sage_patch.reference.pages import PAGE_TOKENS, append, record_of, unpack
+from sage_patch.reference.pages_sm90 import emulate, plan
 from sage_patch.reference.sm90_prepare import prepare
 
 SLAB_TOKENS = SLAB_PAGES * PAGE_TOKENS
@@ -375,3 +376,26 @@ def test_stores_made_in_inference_mode_serve_outside_of_it() -> None:
         pages.select(torch.tensor([1, 0]))
     pages.append(key, value)
     assert pages.length == 600
+
+
+@pytest.mark.parametrize("sms", [1, 6, 132])
+@pytest.mark.parametrize("q_len, options", [(1, {}), (3, {"left": 900}), (70, {}), (2, {"softcap": 4.0})])
+def test_the_kernels_parts_add_up(sms: int, q_len: int, options: dict) -> None:
+    """However the keys are cut, attention is that of the whole; a store with every part's own maximum included."""
+    key, value = kv(1500, batch=2)
+    query = normal(2, 4, q_len, 64, seed=4)
+    pages = filled(key, value)
+    starts = torch.tensor([0, 333], dtype=torch.int32)
+    out, lse = emulate(pages, query, scale=0.125, kv_starts=starts, sms=sms, **options)
+    want, want_lse = pages.attend(query, scale=0.125, kv_starts=starts, return_lse=True, **options)
+    assert want_lse is not None
+    assert_attention_close(out, want.double(), Tolerance(0.999, 0.02, 0.99, "codes of P"))
+    assert (lse - want_lse).abs().max() < 0.02
+
+
+def test_a_plan_gives_every_page_to_one_part() -> None:
+    for rows, length in ((1, 40_000), (64, 9000), (65, 9000), (4, 1)):
+        cut = plan(1, 8, rows, 1, length, sms=132)
+        found = sorted(p for part in range(cut.parts) for p in cut.pages_of(part, 3, 3 + length // PAGE_TOKENS))
+        assert found == list(range(3, 3 + length // PAGE_TOKENS)) and cut.parts <= 128
+    assert plan(1, 8, 4, 1, 32768).splits == 16 and plan(32, 8, 4, 1, 32768).splits == 1

@@ -230,7 +230,7 @@ def attend(
         position = torch.arange(pages.length - q_len + row0, pages.length - q_len + rows.stop)
         mask = None if attn_mask is None else attn_mask[:, :, rows]
         columns = torch.arange(first_page * PAGE_TOKENS, end_page * PAGE_TOKENS)
-        seen = _visible(position, columns, pages.length, left, is_causal, kv_starts, mask)
+        seen = visible(position, columns, pages.length, left, is_causal, kv_starts, mask)
         out, lse = _attend_rows(query[:, :, rows], of, pages.k_mean, pages.v_mean, seen, scale, softcap, sinks)
         outs.append(to_half(out[..., :d], query.dtype))
         lses.append(lse)
@@ -245,7 +245,7 @@ def first_key(length: int, q_len: int, left: int, attn_mask: Tensor | None) -> i
     return first if left < 0 else max(first, length - q_len - left)
 
 
-def _visible(
+def visible(
     position: Tensor,
     column: Tensor,
     length: int,
