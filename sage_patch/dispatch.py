@@ -62,10 +62,14 @@ class Options:
 
     def scale_for(self, head_dim: int) -> float:
         """The softmax scale; the default is SDPA's own expression of the true head_dim."""
-        return 1.0 / math.sqrt(head_dim) if self.scale is None else float(self.scale)
+        return _scale_for(self.scale, head_dim)
 
     def visibility(self, q_len: int, kv_len: int) -> Visibility:
         return ops.visibility_of(q_len, kv_len, self.attn_mask, self.left, self.right, self.top_left)
+
+
+def _scale_for(scale: float | None, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
 
 
 def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +223,7 @@ def attend_pages(
     Arguments are those of Pages.attend; scale None: SDPA's own of head_dim. Returns [B, Hq, q_len, D] in query's dtype.
     """
     ops.add_count(ops.CallKey(site, DEFAULT_RECIPE, ops.backend_for(query.device), "cache"))
-    scale = Options(scale=scale).scale_for(query.shape[-1])
+    scale = _scale_for(scale, query.shape[-1])
     with torch.autocast(query.device.type, enabled=False):
         out, _ = pages.attend(
             query.to(pages.dtype), scale=scale, left=left, is_causal=is_causal, kv_starts=kv_starts,

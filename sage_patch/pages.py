@@ -31,7 +31,7 @@ class Pages:
     slabs: uint8 [batch, num_kv_heads, slab_pages, record]. first_slab: how many before them were dropped, because no
         later query sees their tokens through the window.
     tail: [2, batch, num_kv_heads, 256, head_dim] in the tokens' dtype, keys and values; token i has slot i % 256.
-        Tokens tail_start .. length - 1 are in it.
+        Tokens tail_start .. length - 1, of the last two pages, are in it.
     k_mean, v_mean: float32 [batch, num_kv_heads, dim], what pages hold keys and values less of. They are those of the
         tokens that came before the store first held a whole page, and stay from then on.
     dim: head_dim padded to 64 or 128. version: changes with everything stored. pages_reopened: how often `crop` had
@@ -123,7 +123,7 @@ class Pages:
         self._grow(end)
         self._backend().append(self, key.detach(), value.detach())
         self.length = end
-        self.tail_start = max(self.tail_start, end - TAIL_TOKENS)
+        self.tail_start = max(self.tail_start, (end - 1) // PAGE_TOKENS * PAGE_TOKENS - PAGE_TOKENS)
         self.version += 1
 
     def attend(

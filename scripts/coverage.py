@@ -17,10 +17,8 @@ import collections
 import dataclasses
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import transformers  # noqa: E402
+from family_matrix import DEFAULT, time_limit  # noqa: E402
 from transformers.integrations.heterogeneity.configuration_utils import (  # noqa: E402
     AmbiguousGlobalPerLayerAttributeError,
 )
@@ -43,10 +42,8 @@ from sage_patch.dispatch import Options, choose, describe  # noqa: E402
 from sage_patch.integrations import transformers as adapter  # noqa: E402
 from sage_patch.integrations.sites import TAG  # noqa: E402
 from sage_patch.patch import PatchError  # noqa: E402
-from sage_patch.policy import Policy  # noqa: E402
 from sage_patch.recipes import Call, Limits, parse_recipe, why_not  # noqa: E402
 
-DEFAULT = Policy(quantize_fp32=True, min_q_len=1, min_kv_len=1)
 LONG_ENOUGH = Limits(min_q_len=1, min_kv_len=1)  # a call without measured lengths is never "short"
 RECIPE = parse_recipe("sage2")
 INPUTS = ("plain", "left", "right")
@@ -193,7 +190,7 @@ def main() -> None:
         if options.only and family.name not in options.only:
             continue
         try:
-            with _time_limit(120):
+            with time_limit(120):
                 records[family.name] = measure(family)
         except PatchError:
             left_out[family.name] = "nothing to patch"
@@ -208,19 +205,6 @@ def main() -> None:
     }
     options.out.write_text(json.dumps(document, indent=1), encoding="utf-8")
     print(json.dumps(document["summary"]["rows"], indent=1))
-
-
-@contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
 
 
 if __name__ == "__main__":

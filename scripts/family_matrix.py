@@ -64,7 +64,7 @@ def measure(family: zoo.Family, limit_seconds: int) -> dict[str, Any]:
     """The record of one family; whatever goes wrong becomes text in it."""
     record: dict[str, Any] = {"kind": family.kind, "auto": family.auto}
     start = time.perf_counter()
-    with _time_limit(limit_seconds):
+    with time_limit(limit_seconds):
         try:
             model = zoo.build(family, "eager")
             inputs = zoo.inputs(family, model)
@@ -165,7 +165,7 @@ def write(path: Path, records: dict[str, dict[str, Any]]) -> None:
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
+def time_limit(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} s")
 
