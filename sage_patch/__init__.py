@@ -14,7 +14,7 @@ from sage_patch._hook import register_when_loaded
 if TYPE_CHECKING:
     from sage_patch.attention import UnsupportedCall, sage_attention
     from sage_patch.config import ConfigError, load_policy
-    from sage_patch.integrations.kv_cache import QuantizedCache
+    from sage_patch.integrations.quantized_cache import QuantizedCache
     from sage_patch.patch import Handle, PatchError, applied, apply, plan, stats
     from sage_patch.policy import Policy, PolicyError, Rule
 

@@ -153,16 +153,16 @@ def calibrate(
     deadline = time.monotonic() + 60 * budget_minutes
     with _clean_errors("no policy was written; what was measured is kept, and the same command goes on from it"):
         from sage_patch.config import load_run_config, policy_to_yaml
-        from sage_patch.evaluation.targets import parse_targets
+        from sage_patch.evaluation.calibration.targets import parse_targets
 
         loaded = load_run_config(config, set_ or [])
         targets = parse_targets(target or [], loaded.task.kind)
         folder = Path(output) if output is not None else Path(loaded.output)
         path = out if out is not None else folder / "policy.yaml"
 
-        from sage_patch.evaluation import calibrate as calibration
-        from sage_patch.evaluation import calibrate_tables
-        from sage_patch.evaluation.choose import cost_model
+        from sage_patch.evaluation.calibration import search as calibration
+        from sage_patch.evaluation.calibration import tables as calibrate_tables
+        from sage_patch.evaluation.calibration.choose import cost_model
         from sage_patch.evaluation.judge import judge_for
         from sage_patch.evaluation.tables import show
 
@@ -207,8 +207,8 @@ def bench(
 ) -> None:
     """Time the compiled kernels on this GPU, beside other attention kernels."""
     with _clean_errors():
-        from sage_patch.evaluation import bench as benchmark
-        from sage_patch.evaluation.bench_tables import bench_tables, crossover_table, write_bench
+        from sage_patch.evaluation.bench import measure as benchmark
+        from sage_patch.evaluation.bench.tables import bench_tables, crossover_table, write_bench
         from sage_patch.evaluation.tables import show
         from sage_patch.kernels import crossover as crossovers
 
@@ -283,7 +283,7 @@ def report(
     """One page, without network, from any number of results files and policies."""
     with _clean_errors():
         from sage_patch.config import load_policy
-        from sage_patch.evaluation.report import write_report
+        from sage_patch.evaluation.report.build import write_report
 
         policies = {path: load_policy(path) for path in files if path.suffix in (".yaml", ".yml")}
         results = [path for path in files if path not in policies]

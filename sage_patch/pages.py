@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sage_patch.kernels import ops
 from sage_patch.reference import pages as reference
+from sage_patch.reference.emulator.prepare import padded_dim
 from sage_patch.reference.pages import PAGE_TOKENS, TAIL_TOKENS, record_of
-from sage_patch.reference.sm90_prepare import padded_dim
 
 SLAB_PAGES = 8
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -232,9 +232,9 @@ class Pages:
     def _backend(self) -> Any:
         """What has `append` and `attend`: the kernels of a Hopper GPU, or the reference."""
         if ops.backend_for(self.device) == "sm90":
-            from sage_patch.kernels import cache_library
+            from sage_patch.kernels import pages as kernels
 
-            return cache_library
+            return kernels
         return reference
 
     def _check(self, key: Tensor, value: Tensor) -> None:

@@ -36,8 +36,8 @@ from transformers.integrations.heterogeneity.configuration_utils import (  # noq
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-import families as zoo  # noqa: E402
 import sage_patch  # noqa: E402
+import zoo.families as zoo  # noqa: E402
 from sage_patch.dispatch import Options, choose, describe  # noqa: E402
 from sage_patch.integrations import transformers as adapter  # noqa: E402
 from sage_patch.integrations.sites import TAG  # noqa: E402

@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import diffusers  # noqa: E402
-import diffusers_matrix as zoo  # noqa: E402
 
 import sage_patch  # noqa: E402
+import zoo.diffusers_matrix as zoo  # noqa: E402
 
 TOLERANCE = 1e-5
 

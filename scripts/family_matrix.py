@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import transformers  # noqa: E402
 
-import families as zoo  # noqa: E402
 import sage_patch  # noqa: E402
+import zoo.families as zoo  # noqa: E402
 from sage_patch.integrations.transformers import OwnAttentionError  # noqa: E402
 from sage_patch.patch import PatchError  # noqa: E402
 from sage_patch.policy import Policy  # noqa: E402

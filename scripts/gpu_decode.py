@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_patch.evaluation.bench import environment
+from sage_patch.evaluation.bench.measure import environment
 from sage_patch.pages import Pages
 
 HEADS, KV_HEADS, DIM = 32, 8, 128

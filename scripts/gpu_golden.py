@@ -28,8 +28,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from sage_patch.kernels import build, library  # noqa: E402
-from sage_patch.reference.sm90_prepare import padded_dim  # noqa: E402
-from sage_patch.reference.tile_image import TILE_TOKENS  # noqa: E402
+from sage_patch.reference.emulator.prepare import padded_dim  # noqa: E402
+from sage_patch.reference.emulator.tile_image import TILE_TOKENS  # noqa: E402
 
 START = time.monotonic()
 MOST_BYTES = 1 << 20

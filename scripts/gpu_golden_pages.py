@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
 import golden_pages as golden  # noqa: E402
 import numpy as np  # noqa: E402
 
-from sage_patch.evaluation.bench import environment  # noqa: E402
+from sage_patch.evaluation.bench.measure import environment  # noqa: E402
 
 
 def main() -> None:

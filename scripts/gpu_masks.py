@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_patch.evaluation.bench import environment, median_ms
+from sage_patch.evaluation.bench.measure import environment, median_ms
 from sage_patch.kernels import library
 from sage_patch.kernels.library import Extras
 

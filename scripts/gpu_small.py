@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from sage_patch.kernels import library  # noqa: E402
-from sage_patch.reference import sm90_prepare as mirror  # noqa: E402
+from sage_patch.reference.emulator import prepare as mirror  # noqa: E402
 
 
 def tensors(d: int, n: int, kn: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""Rewrite the tables of docs/families.md: from configs/, the architectures under tests/architectures and the envelope,
-and from docs/results/coverage.json.
+"""Rewrite the tables of docs/families.md: from configs/, the architectures under tests/zoo/architectures and the
+envelope, and from docs/results/coverage.json.
 
     python scripts/update_families.py [--check]
 
@@ -21,12 +21,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from architectures import Architecture, architectures  # noqa: E402
-
 import sage_patch  # noqa: E402
 from sage_patch.dispatch import Options, describe  # noqa: E402
 from sage_patch.policy import Plan  # noqa: E402
 from sage_patch.recipes import parse_recipe, why_not  # noqa: E402
+from zoo.architectures import Architecture, architectures  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"
 COVERAGE = ROOT / "docs" / "results" / "coverage.json"

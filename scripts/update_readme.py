@@ -1,5 +1,5 @@
-"""Rewrite the tables of README.md and docs/kv_cache.md from the JSON files under docs/results, so that no figure is
-typed by hand.
+"""Rewrite the tables of README.md and docs/quantized_cache.md from the JSON files under docs/results, so that no figure
+is typed by hand.
 
     python scripts/update_readme.py [--check]
 
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "kv_cache.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "quantized_cache.md")
 
 
 def quickstart() -> str:
@@ -228,8 +228,8 @@ def generation() -> str:
     commands = ", ".join(f"`{run['command']}`" for run, _ in _generation_runs())
     return "\n".join(lines) + (
         "\n\nGreedy texts in every way of generating but beam search, all attention calls quantized; a near-tie is a "
-        f"gap of at most 0.25 nats in the unpatched model's logits. Way by way: [docs/kv_cache.md](docs/kv_cache.md); "
-        f"{commands}."
+        f"gap of at most 0.25 nats in the unpatched model's logits. Way by way: "
+        f"[docs/quantized_cache.md](docs/quantized_cache.md); {commands}."
     )
 
 

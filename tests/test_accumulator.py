@@ -7,9 +7,9 @@ import torch
 
 from oracle import T8F8, assert_attention_close, attention, measure, qkv
 from sage_patch.recipes import parse_recipe
-from sage_patch.reference.accumulator import FP8_ACCUMULATOR_BITS, FP16, product
-from sage_patch.reference.accumulator import accumulate as fp8_accumulate
 from sage_patch.reference.attention import quantized_attention
+from sage_patch.reference.emulator.accumulator import FP8_ACCUMULATOR_BITS, FP16, product
+from sage_patch.reference.emulator.accumulator import accumulate as fp8_accumulate
 from sage_patch.reference.visibility import Visibility
 
 

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from typer.testing import CliRunner
 
 from sage_patch import cli
-from sage_patch.evaluation import bench, bench_tables, peers
+from sage_patch.evaluation.bench import measure as bench
+from sage_patch.evaluation.bench import peers
+from sage_patch.evaluation.bench import tables as bench_tables
 from sage_patch.kernels import build, crossover
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

@@ -16,12 +16,14 @@ from typer.testing import CliRunner, Result
 
 from sage_patch import cli
 from sage_patch.config import load_policy
-from sage_patch.evaluation import calibrate, calibrate_state, judge
+from sage_patch.evaluation import judge
 from sage_patch.evaluation.ablation import attend
-from sage_patch.evaluation.capture import ROWS, Group, buckets_of, part_of, score_sites
-from sage_patch.evaluation.choose import COST_MODELS, as_policy, cost, error, everywhere, upgrade_path
+from sage_patch.evaluation.calibration import search as calibrate
+from sage_patch.evaluation.calibration import state as calibrate_state
+from sage_patch.evaluation.calibration.choose import COST_MODELS, as_policy, cost, error, everywhere, upgrade_path
+from sage_patch.evaluation.calibration.score import ROWS, Group, buckets_of, part_of, score_sites
+from sage_patch.evaluation.calibration.targets import TargetError, exact_misses, parse_targets
 from sage_patch.evaluation.judge import LADDER
-from sage_patch.evaluation.targets import TargetError, exact_misses, parse_targets
 from sage_patch.kernels import ops
 from sage_patch.kernels.ops import ObservedCall
 from sage_patch.policy import AttentionSite, Policy, resolve

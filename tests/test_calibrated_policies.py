@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sage_patch.config import load_policy, load_run_config
+from sage_patch.evaluation.calibration.targets import parse_targets
 from sage_patch.evaluation.models import load_pipeline, load_text_model
-from sage_patch.evaluation.targets import parse_targets
 from sage_patch.patch import plan
 
 ROOT = Path(__file__).parent.parent

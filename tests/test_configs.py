@@ -10,12 +10,12 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from architectures import architectures, pipeline
 from torch import nn
 
 import sage_patch
 from sage_patch.config import load_run_config
 from sage_patch.policy import MAX_VARIANTS, Plan
+from zoo.architectures import architectures, pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"

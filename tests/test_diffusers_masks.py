@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import diffusers_matrix as zoo
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import oracle
 import sage_patch
+import zoo.diffusers_matrix as zoo
 from sage_patch.dispatch import Options, describe
 from sage_patch.kernels.ops import key_padding
 from sage_patch.recipes import parse_recipe, why_not

@@ -6,8 +6,9 @@ The classes are tiny random models (tests/diffusers_matrix). The representative 
 
 from __future__ import annotations
 
-import diffusers_matrix as zoo
 import pytest
+
+import zoo.diffusers_matrix as zoo
 
 DENOISERS = {d.name: d for d in zoo.denoisers()}
 REFUSED = {"T5FilmDecoder", "UNet1DModel"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import diffusers_matrix as zoo
 import pytest
 import torch
 from test_diffusers import build, processors, run
 from torch import nn
 
 import sage_patch
+import zoo.diffusers_matrix as zoo
 from sage_patch.integrations import diffusers as seam
 from sage_patch.policy import Policy
 from tiny import EVERYTHING

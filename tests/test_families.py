@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import families as zoo
 import sage_patch
+import zoo.families as zoo
 from sage_patch.integrations.sites import find_sites
 from sage_patch.policy import Policy
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import families as zoo
 import sage_patch
+import zoo.families as zoo
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import diffusers, float_masks
 from sage_patch.integrations import transformers as adapter

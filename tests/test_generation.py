@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sage_patch.evaluation.models import load_text_model
-from sage_patch.integrations.kv_cache import QuantizedCacheLayer
+from sage_patch.integrations.quantized_cache import QuantizedCacheLayer
 from sage_patch.schema import ModelSpec
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -52,7 +52,7 @@ MAY_IMPORT_HUGGING_FACE = {
     "evaluation/models",
 }
 # Has subclasses of transformers' own, and is imported by nobody but the lazy name in __init__.
-SUBCLASSES_HUGGING_FACE = "integrations/kv_cache"
+SUBCLASSES_HUGGING_FACE = "integrations/quantized_cache"
 HUGGING_FACE = {"transformers", "diffusers"}
 
 

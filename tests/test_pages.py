@@ -11,9 +11,9 @@ from torch import Tensor
 
 from oracle import T8F8, Tolerance, assert_attention_close, attention, normal
 from sage_patch.pages import SLAB_PAGES, Pages
+from sage_patch.reference.emulator.pages import emulate, plan
+from sage_patch.reference.emulator.prepare import prepare
 from sage_patch.reference.pages import PAGE_TOKENS, append, record_of, unpack
-from sage_patch.reference.pages_sm90 import emulate, plan
-from sage_patch.reference.sm90_prepare import prepare
 
 SLAB_TOKENS = SLAB_PAGES * PAGE_TOKENS
 LENGTHS = [1, 77, 127, 128, 129, 503, 1031]

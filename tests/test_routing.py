@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-import families as zoo
 import sage_patch
+import zoo.families as zoo
 from sage_patch.attention import UnsupportedCall
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import transformers as adapter

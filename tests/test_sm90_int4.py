@@ -16,7 +16,8 @@ from torch import Tensor
 
 from oracle import RECIPE_TOLERANCE, assert_attention_close, attention, measure, qkv
 from sage_patch.recipes import Call, Limits, parse_recipe, why_not
-from sage_patch.reference import sm90, sm90_prepare
+from sage_patch.reference.emulator import forward as sm90
+from sage_patch.reference.emulator import prepare as sm90_prepare
 from sage_patch.reference.quantize import BLOCK_Q, subtract_block_mean
 
 RECIPES = ("qk_int4_pv_fp8", "qk_int4_pv_fp16")

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from oracle import RECIPE_TOLERANCE, assert_attention_close, attention, measure, normal, qkv
-from sage_patch.reference import float32, sm90, sm90_logits, sm90_prepare
+from sage_patch.reference.emulator import float32
+from sage_patch.reference.emulator import forward as sm90
+from sage_patch.reference.emulator import logits as sm90_logits
+from sage_patch.reference.emulator import prepare as sm90_prepare
 from sage_patch.reference.quantize import round_e4m3
 
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")

@@ -20,8 +20,9 @@ from sage_patch.config import load_run_config
 from sage_patch.evaluation.ablation import capture
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.recipes import parse_recipe
-from sage_patch.reference import sm90, tile_image
 from sage_patch.reference.attention import quantized_attention
+from sage_patch.reference.emulator import forward as sm90
+from sage_patch.reference.emulator import tile_image
 from sage_patch.reference.quantize import subtract_mean, subtract_significant_mean
 from sage_patch.reference.visibility import Visibility
 

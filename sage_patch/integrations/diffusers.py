@@ -1,9 +1,9 @@
 """Reach the attention of diffusers models: every processor, whether or not it goes through diffusers' dispatcher.
 
 A patched processor keeps its object and its name; its class becomes a subclass that runs the original code with two
-functions replaced (see rebind.py): torch's scaled_dot_product_attention and diffusers' dispatch_attention_fn. Nothing
-global is touched, no processor is copied, and taking the subclass away restores exactly what was there. A module of
-diffusers that calls either function in its own forward is treated the same way.
+functions replaced (see intercept.py): torch's scaled_dot_product_attention and diffusers' dispatch_attention_fn.
+Nothing global is touched, no processor is copied, and taking the subclass away restores exactly what was there. A
+module of diffusers that calls either function in its own forward is treated the same way.
 
 While a model is patched, a backend chosen through diffusers' set_attention_backend has no say: the recipe has. It is
 in force again after revert(). What only the dispatcher understands (context parallelism, flex block masks, arguments
@@ -26,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, choose, describe, tick, unify
 from sage_patch.integrations.float_masks import with_bool_mask
-from sage_patch.integrations.rebind import rebound_methods
+from sage_patch.integrations.intercept import rebound_methods
 from sage_patch.integrations.sites import TAG, SiteTag, place_of
 from sage_patch.policy import AttentionSite, Role
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
-from sage_patch.integrations.cached import attend_cached, reading_of, why_exact
 from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
+from sage_patch.integrations.quantized_cache_calls import attend_cached, reading_of, why_exact
 from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import (
     STRICTEST_LAST,

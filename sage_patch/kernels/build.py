@@ -27,11 +27,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 UNITS = (
     "fwd_sm90_masked.cu",
-    "fwd_sm90_adjusted.cu",
+    "fwd_sm90_logits.cu",
     "fwd_sm90.cu",
     "quantize.cu",
     "smooth_q.cu",
-    "masks.cu",
+    "mask_prepare.cu",
     "api.cu",
     "pages_append.cu",
     "pages_attend.cu",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.recipes import Recipe
-from sage_patch.reference.accumulator import product as tensor_core_product
+from sage_patch.reference.emulator.accumulator import product as tensor_core_product
 from sage_patch.reference.quantize import (
     BLOCK_K,
     BLOCK_Q,

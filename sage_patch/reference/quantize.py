@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.recipes import Granularity, Tiling
-from sage_patch.reference.tile_image import V_SIGNIFICANCE
+from sage_patch.reference.emulator.tile_image import V_SIGNIFICANCE
 
 E4M3_MAX = 448.0
 # Smallest amax that is not treated as zero: below it 127 / amax would overflow float32.

@@ -2,7 +2,8 @@
 
 Inputs are made here again, from a generator whose stream is frozen, and are checked by their hash; of the stages only
 every `keep`-th query row is stored. Arrays of a case: `<name>.scores` and, for each recipe, `<name>.<recipe>.p`, `.m`,
-`.t`, `.out`, `.lse` (shapes: sage_patch/reference/sm90.py; sequences laid end to end: each has its own first tiles).
+`.t`, `.out`, `.lse` (shapes: sage_patch/reference/emulator/forward.py; sequences laid end to end: each has its own
+first tiles).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from sage_patch.kernels import library
-from sage_patch.reference import sm90
-from sage_patch.reference import tile_image as ti
-from sage_patch.reference.float32 import e4m3_value, exp2, exp2_band, to_half
+from sage_patch.reference.emulator import forward as sm90
+from sage_patch.reference.emulator import tile_image as ti
+from sage_patch.reference.emulator.float32 import e4m3_value, exp2, exp2_band, to_half
 
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
 

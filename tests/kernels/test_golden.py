@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_patch.reference import sm90
-from sage_patch.reference import sm90_prepare as mirror
+from sage_patch.reference.emulator import forward as sm90
+from sage_patch.reference.emulator import prepare as mirror
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 STAGES_FILE = Path(__file__).with_name("golden_stages.npz")

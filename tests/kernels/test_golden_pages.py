@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sage_patch.reference.pages_sm90 import emulate
+from sage_patch.reference.emulator.pages import emulate
 
 GOLDEN = np.load(Path(__file__).with_name("golden_pages.npz"))
 EQUAL_OUTPUTS = 0.998  # what is left is 1 / l, an approximation on the card

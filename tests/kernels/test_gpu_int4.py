@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sage_patch.kernels import library
 from sage_patch.kernels.library import Extras
-from sage_patch.reference import sm90, sm90_prepare
+from sage_patch.reference.emulator import forward as sm90
+from sage_patch.reference.emulator import prepare as sm90_prepare
 
 pytestmark = pytest.mark.gpu
 recipes = pytest.mark.parametrize("recipe", INT4_RECIPES)

@@ -12,7 +12,7 @@ from gpu_cases import DEVICE, FP8, FP16, RECIPES, check, forward, normal, poison
 from torch import Tensor
 
 from sage_patch.kernels import library
-from sage_patch.reference import sm90_prepare as mirror
+from sage_patch.reference.emulator import prepare as mirror
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sage_patch.kernels import build, cache_library, library
+from sage_patch.kernels import build, library
+from sage_patch.kernels import pages as cache_library
 
 NEEDS_NVCC = pytest.mark.skipif(build.find_nvcc() is None or build.find_ninja() is None, reason="no nvcc or no ninja")
 # Instructions of the main loop (one 64 x 128 tile): budget and expected tensor-core instructions.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_patch.reference import tile_image as ti
+from sage_patch.reference.emulator import tile_image as ti
 
 HEADER = Path(__file__).resolve().parents[2] / "cuda_kernels" / "tile_image.h"
 

@@ -13,14 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sage_patch.evaluation import choose
-from sage_patch.evaluation.calibrate_state import NAME as STATE_NAME
-from sage_patch.evaluation.calibrate_state import Run, State, choice_key, key_of, open_state
-from sage_patch.evaluation.capture import MAX_WORK, Group, buckets_for, score_sites
-from sage_patch.evaluation.choose import EXACT, Choice, CostModel
+from sage_patch.evaluation.calibration import choose
+from sage_patch.evaluation.calibration.choose import EXACT, Choice, CostModel
+from sage_patch.evaluation.calibration.score import MAX_WORK, Group, buckets_for, score_sites
+from sage_patch.evaluation.calibration.state import NAME as STATE_NAME
+from sage_patch.evaluation.calibration.state import Run, State, choice_key, key_of, open_state
+from sage_patch.evaluation.calibration.targets import Target, damage_ratio, exact_misses
 from sage_patch.evaluation.environment import environment
 from sage_patch.evaluation.judge import LADDER, Judge
-from sage_patch.evaluation.targets import Target, damage_ratio, exact_misses
 from sage_patch.evaluation.text import near
 from sage_patch.policy import CALIBRATION_SCHEMA, Calibration, Policy
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import sage_patch
 from sage_patch import Policy, QuantizedCache, UnsupportedCall
 from sage_patch.evaluation.models import load_text_model
-from sage_patch.integrations.cached import CachedTensor
+from sage_patch.integrations.quantized_cache_calls import CachedTensor
 from sage_patch.kernels import ops
 from sage_patch.schema import ModelSpec
 from tiny import EXACT, logits, relative_l1, scaled_difference, text_config, text_model, tokens

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
 from sage_patch.dispatch import unify
-from sage_patch.integrations.cached import Reading
+from sage_patch.integrations.quantized_cache_calls import Reading
 from sage_patch.integrations.sites import FLAG_PREFIX
 from sage_patch.pages import Pages
 

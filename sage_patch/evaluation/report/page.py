@@ -9,14 +9,16 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from sage_patch.evaluation import report_charts as charts
-from sage_patch.evaluation.report_parts import Bars, Block, Cell, Channels, Grid, Maps, Scatter, Section, Tile
+from sage_patch.evaluation.report import charts
+from sage_patch.evaluation.report.blocks import Bars, Block, Cell, Channels, Grid, Maps, Scatter, Section, Tile
 from sage_patch.evaluation.tables import Table
 
 
 def html_page(title: str, lead: str, sections: Sequence[Section]) -> str:
     """The whole page. Every number of a results file carries data-from, its place there."""
-    template = Template(resources.files("sage_patch.evaluation").joinpath("report.html").read_text(encoding="utf-8"))
+    template = Template(
+        resources.files("sage_patch.evaluation.report").joinpath("report.html").read_text(encoding="utf-8")
+    )
     links = " ".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in sections)
     body = "\n".join(_section(s) for s in sections)
     return template.substitute(title=escape(title), lead=_inline(lead), links=links, body=body)

@@ -10,7 +10,7 @@ import io
 import math
 from html import escape
 
-from sage_patch.evaluation.report_parts import Bars, Channels, Maps, Scatter, Tile, Traced
+from sage_patch.evaluation.report.blocks import Bars, Channels, Maps, Scatter, Tile, Traced
 
 WIDTH = 340
 # Dark blue over grey to yellow, readable with any colour vision: from little attention to much.

@@ -1,7 +1,7 @@
 """The Hopper attention kernels on the CPU, stage by stage: every number that they form between inputs and output.
 
 For tests: small shapes, no speed. Sources: cuda_kernels/fwd_sm90.cuh (order of work), softmax.cuh (exponents, sinks).
-What rows see is in sm90_visible.py; softcap, additive masks and what Q's mean adds are in sm90_logits.py.
+What rows see is in visible.py; softcap, additive masks and what Q's mean adds are in logits.py.
 Bit for bit: images, scales, int32 scores, reference exponents m, and everything that follows from given P and T.
 Within a band: 2^x, which the hardware approximates to EX2_ULPS; a P whose band straddles a rounding boundary may be one
 code off, and `p_low` and `p_high` say which. Softcap widens the band and gives m one as well: Logits.error. The tensor
@@ -12,7 +12,7 @@ Which tiles a row's warpgroup skips changes no number: a tile that a row does no
 2^0 = 1 and it adds zeros. (A NaN in V is the exception: it reaches the rows that walk its tile.)
 
 Shapes: keys are padded to whole tiles, n = 128 * tiles; dim is the padded head dimension. Keys are counted among those
-that exist for an item (sm90_visible.present).
+that exist for an item (visible.present).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_patch.reference import tile_image as ti
-from sage_patch.reference.accumulator import FP16, product
-from sage_patch.reference.float32 import e4m3_code, e4m3_value, exp2, exp2_band, fma, to_half
-from sage_patch.reference.sm90_logits import HIDDEN, LOG2E, Logits, logits
-from sage_patch.reference.sm90_prepare import (
+from sage_patch.reference.emulator import tile_image as ti
+from sage_patch.reference.emulator.accumulator import FP16, product
+from sage_patch.reference.emulator.float32 import e4m3_code, e4m3_value, exp2, exp2_band, fma, to_half
+from sage_patch.reference.emulator.logits import HIDDEN, LOG2E, Logits, logits
+from sage_patch.reference.emulator.prepare import (
     Prepared,
     Queries,
     corrections,
@@ -37,7 +37,7 @@ from sage_patch.reference.sm90_prepare import (
     quantize_queries,
     query_means,
 )
-from sage_patch.reference.sm90_visible import pattern, present
+from sage_patch.reference.emulator.visible import pattern, present
 
 FP8_OFFSET = 8.807  # log2(448): the largest P of a row becomes E4M3's largest number
 FP16_OFFSET = 9.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sage_patch.evaluation.report_parts import (
+from sage_patch.evaluation.report.blocks import (
     Bar,
     Bars,
     Block,
@@ -17,7 +17,7 @@ from sage_patch.evaluation.report_parts import (
     Traced,
     derived,
 )
-from sage_patch.evaluation.report_sections import full_grid, name_of, number_of, section, shapes_of, title_of
+from sage_patch.evaluation.report.sections import full_grid, name_of, number_of, section, shapes_of, title_of
 
 # metric of a run, by its name in results.json -> (heading, how it is written)
 METRICS = {

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sage_patch.evaluation import report_sections as show
-from sage_patch.evaluation.report_anatomy import ablation, anatomy
-from sage_patch.evaluation.report_calibration import calibration
-from sage_patch.evaluation.report_page import html_page, markdown_page
-from sage_patch.evaluation.report_parts import Grid, Node, Section
-from sage_patch.evaluation.report_quality import frontier, quality
+from sage_patch.evaluation.report import sections as show
+from sage_patch.evaluation.report.anatomy import ablation, anatomy
+from sage_patch.evaluation.report.blocks import Grid, Node, Section
+from sage_patch.evaluation.report.calibration import calibration
+from sage_patch.evaluation.report.page import html_page, markdown_page
+from sage_patch.evaluation.report.quality import frontier, quality
 from sage_patch.evaluation.tables import write_whole
 from sage_patch.policy import Policy
 

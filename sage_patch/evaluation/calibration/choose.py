@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sage_patch.evaluation.capture import ALL, Bucket, Group
+from sage_patch.evaluation.calibration.score import ALL, Bucket, Group
 from sage_patch.evaluation.judge import LADDER
 from sage_patch.policy import AttentionSite, Plan, Policy, Rule, Span
 from sage_patch.recipes import nearest

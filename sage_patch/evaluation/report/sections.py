@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from sage_patch.evaluation.report_parts import (
+from sage_patch.evaluation.report.blocks import (
     Bar,
     Bars,
     Block,

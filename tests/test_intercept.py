@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sage_patch.integrations.rebind import rebound_methods
+from sage_patch.integrations.intercept import rebound_methods
 
 
 def replacement(*args):

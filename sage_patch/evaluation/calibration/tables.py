@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_patch.evaluation.calibrate_state import NAME, write_kept
+from sage_patch.evaluation.calibration.state import NAME, write_kept
 from sage_patch.evaluation.tables import Table, plain, plan_table
 
 if TYPE_CHECKING:
-    from sage_patch.evaluation.calibrate import Calibrated
+    from sage_patch.evaluation.calibration.search import Calibrated
 
 _SHOWN = (
     ("kl", "KL", "{:.4g}"), ("ppl_change", "ppl", "{:+.2%}"), ("top1", "top-1", "{:.2%}"),

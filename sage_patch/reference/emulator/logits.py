@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_patch.reference.float32 import EX2_ULPS, exp2, fma
+from sage_patch.reference.emulator.float32 import EX2_ULPS, exp2, fma
 
 LOG2E = torch.tensor(1.4426950408889634)  # float32, as kLog2e
 LN2 = 0.6931471805599453

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_patch.reference import tile_image as ti
-from sage_patch.reference.float32 import e4m3_code, fma, to_half
+from sage_patch.reference.emulator import tile_image as ti
+from sage_patch.reference.emulator.float32 import e4m3_code, fma, to_half
 
 LOG2E = 1.4426950408889634
 # A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.

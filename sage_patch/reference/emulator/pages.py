@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from sage_patch.reference import pages as reference
-from sage_patch.reference.float32 import exp2, fma, to_half
-from sage_patch.reference.pages import PAGE_TOKENS, Unpacked
-from sage_patch.reference.sm90 import (
+from sage_patch.reference.emulator.float32 import exp2, fma, to_half
+from sage_patch.reference.emulator.forward import (
     MAX_STEP,
     NO_KEYS,
     add_sink,
@@ -28,8 +27,9 @@ from sage_patch.reference.sm90 import (
     reference_exponents,
     steps_of,
 )
-from sage_patch.reference.sm90_logits import HIDDEN, LOG2E, logits
-from sage_patch.reference.sm90_prepare import quantize_queries
+from sage_patch.reference.emulator.logits import HIDDEN, LOG2E, logits
+from sage_patch.reference.emulator.prepare import quantize_queries
+from sage_patch.reference.pages import PAGE_TOKENS, Unpacked
 
 FEW_ROWS = 64  # packed rows up to which the two warpgroups of a CTA take turns on the pages
 MAX_PARTS = 128

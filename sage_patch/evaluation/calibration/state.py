@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sage_patch.evaluation.capture import Bucket, Group
+from sage_patch.evaluation.calibration.score import Bucket, Group
 from sage_patch.evaluation.environment import environment
 from sage_patch.evaluation.judge import Judge
 from sage_patch.evaluation.tables import write_whole

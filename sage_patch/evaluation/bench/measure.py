@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.evaluation.bench.peers import PACKAGES, PEERS, Run
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
-from sage_patch.evaluation.peers import PACKAGES, PEERS, Run
 from sage_patch.kernels import crossover, library, ops
 from sage_patch.recipes import CROSSOVER_HEADS
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sage_patch.evaluation.report_parts import Block, Cell, Grid, Node, Point, Scatter, Section, Traced
-from sage_patch.evaluation.report_sections import conditions, title_of
+from sage_patch.evaluation.report.blocks import Block, Cell, Grid, Node, Point, Scatter, Section, Traced
+from sage_patch.evaluation.report.sections import conditions, title_of
 
 # metric -> (heading, how it is written); of those that a calibration has, the first is what its chart shows
 FIGURES = {

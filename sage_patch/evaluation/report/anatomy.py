@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sage_patch.evaluation.report_parts import Block, Cell, Channels, Grid, Maps, Node, Section, Tile
-from sage_patch.evaluation.report_sections import HEAT, models_of, section
+from sage_patch.evaluation.report.blocks import Block, Cell, Channels, Grid, Maps, Node, Section, Tile
+from sage_patch.evaluation.report.sections import HEAT, models_of, section
 
 
 def anatomy(files: list[Node]) -> list[Section]:

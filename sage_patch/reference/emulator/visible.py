@@ -1,7 +1,7 @@
 """Which keys the Hopper kernels see: those that exist for an item, those that a row sees, what 64 rows see of a tile.
 
-For tests. Sources: mask.cuh (limits), masks.cu (mask bits and tile classes, the index of keys that exist), decode() of
-tile.cuh (the diagonal). Keys are padded to whole tiles, n = 128 * tiles.
+For tests. Sources: visibility.cuh (limits), mask_prepare.cu (mask bits and tile classes, the index of keys that exist),
+decode() of schedule.cuh (the diagonal). Keys are padded to whole tiles, n = 128 * tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_patch.reference import tile_image as ti
+from sage_patch.reference.emulator import tile_image as ti
 
 GROUP_ROWS = 64  # query rows of a consumer warpgroup, which walk the same tiles
 

@@ -1,0 +1,1 @@
+"""Time the kernels beside their peers."""

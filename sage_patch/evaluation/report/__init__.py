@@ -1,0 +1,1 @@
+"""The one page that shows results files: sections of blocks, every number traced to its file."""
