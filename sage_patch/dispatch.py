@@ -41,6 +41,8 @@ class Options:
     starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
     max_q_len, max_kv_len: of cu_seqlens' longest sequence, 0 where unknown; they decide what is too short.
     out_layout: in which layout the output's memory is contiguous.
+    guard_hidden: an exact call's rows without keys are 0, its hidden keys cannot leak (see exact_attention). False:
+    both are as torch's SDPA has them, so that the call is bit-equal to the one that it stands for.
     """
 
     attn_mask: Tensor | None = None
@@ -59,6 +61,7 @@ class Options:
     max_kv_len: int = 0
     return_lse: bool = False
     out_layout: Layout = "HND"
+    guard_hidden: bool = True
 
     def scale_for(self, head_dim: int) -> float:
         """The softmax scale; the default is SDPA's own expression of the true head_dim."""
@@ -69,22 +72,27 @@ class Options:
 
 
 def _scale_for(scale: float | None, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+    if scale is not None:
+        return float(scale)
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # products of no channels are 0 whatever the scale
 
 
 def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast a call takes autocast's dtype, float32 too, as SDPA's own autocast rule has it (float64 stays).
     Outside it mixed dtypes stay mixed and the call goes exact in their common dtype, out in query's dtype."""
     device = query.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
     return query, key, value
 
 
-def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:
-    """The static facts of a call, for the envelope. Tensors are HND views."""
+def describe(query: Tensor, key: Tensor, value: Tensor, options: Options, module_trains: bool = False) -> Call:
+    """The static facts of a call, for the envelope. Tensors are HND views.
+
+    module_trains: the `training` flag of the module whose call this is.
+    """
     same_dtype = query.dtype == key.dtype == value.dtype
     tensors = (query, key, value, options.attn_mask, options.sinks)
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
@@ -112,11 +120,26 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         return_lse=options.return_lse,
         dropout=options.dropout_p > 0,
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
+        training=is_training(module_trains),
         batch=batch,
         crossover=crossover.lengths(query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0)
         if backend == "sm90"
         else (),
     )
+
+
+def is_training(module_trains: bool) -> bool:
+    """Whether this forward pass belongs to a training step, also where this very call needs no gradient.
+
+    module_trains: the `training` flag of the module that calls. With gradients enabled it decides: the frozen part of a
+    model in training is part of the loss. Without, the pass is inference, unless it runs inside of the forward of an
+    autograd function: reentrant checkpointing computes it again with gradients, which must be those of this pass.
+    Torch switches forward-mode differentiation off there, and nowhere else but in inference mode. What is being
+    compiled cannot tell, so that the flag decides there too.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return module_trains
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def mask_kind(options: Options) -> Literal["none", "lengths", "padding", "bool", "float"]:
@@ -182,7 +205,7 @@ def attend(
     out, lse = ops.attend(
         query, key, value, o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k,
         o.scale_for(query.shape[-1]), o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout,
-        recipe.name, reason, site,
+        recipe.name, reason, site, o.guard_hidden,
     )  # fmt: skip
     return out, lse if o.return_lse else None
 
@@ -196,7 +219,7 @@ def attend_with_weights(
     seen = visibility.visible_keys(key.shape[1], key.device)
     key, value = hide(key, seen), hide(value, seen)
     scale = options.scale_for(query.shape[-1])
-    with torch.autocast(query.device.type, enabled=False):  # it would halve the precision of the scores
+    with ops.without_autocast(query.device):  # it would halve the precision of the scores
         weights = exact_weights(query, key, visibility, scale=scale, softcap=options.softcap, sinks=options.sinks)
     weights = weights.to(query.dtype)
     if options.dropout_p:
@@ -224,7 +247,7 @@ def attend_pages(
     """
     ops.add_count(ops.CallKey(site, DEFAULT_RECIPE, ops.backend_for(query.device), "cache"))
     scale = _scale_for(scale, query.shape[-1])
-    with torch.autocast(query.device.type, enabled=False):
+    with ops.without_autocast(query.device):
         out, _ = pages.attend(
             query.to(pages.dtype), scale=scale, left=left, is_causal=is_causal, kv_starts=kv_starts,
             attn_mask=attn_mask, softcap=softcap, sinks=sinks,
@@ -253,7 +276,7 @@ def _differentiable(
     for rows, cols in pieces:
         part = query[:, :, rows], key[:, :, cols], value[:, :, cols]
         # Autocast would turn the float32 products of softcap, sinks and LSE into half precision.
-        with torch.autocast(query.device.type, enabled=False):
+        with ops.without_autocast(query.device):
             out, lse = exact_attention(
                 *part,
                 options.visibility(part[0].shape[2], part[1].shape[2]),
@@ -262,12 +285,12 @@ def _differentiable(
                 sinks=options.sinks,
                 dropout_p=options.dropout_p,
                 return_lse=options.return_lse,
+                guard_hidden=options.guard_hidden,
             )
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
-    if options.out_layout == "NHD":
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    out = ops.in_layout(out, options.out_layout)
     if not options.return_lse:
         return out, None
     return out, torch.cat([x for x in lses if x is not None], dim=2)

@@ -147,6 +147,7 @@ class Call(NamedTuple):
     return_lse: bool = False
     dropout: bool = False
     needs_grad: bool = False
+    training: bool = False  # part of a training step (dispatch.is_training), whether or not it needs a gradient itself
     batch: int = 1
     crossover: tuple[tuple[str, int], ...] = ()  # the card's measured break-even length of each recipe
 
@@ -197,6 +198,8 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None
         return "policy"
     if call.needs_grad:
         return "needs_grad"
+    if call.training:
+        return "training"
     if call.dropout:
         return "dropout"
     if call.dtype == "float32":

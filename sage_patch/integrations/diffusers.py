@@ -40,6 +40,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.tag: SiteTag | None = None
+        self.training = False  # the flag of the module whose site it is
 
 
 _RUNNING = _Running()
@@ -161,14 +162,14 @@ def _intercepting(cls: type) -> type:
     @functools.wraps(inner)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         site = args[0] if is_processor else self
-        outer, tag = _RUNNING.tag, site.__dict__.get(TAG)
+        outer, tag = (_RUNNING.tag, _RUNNING.training), site.__dict__.get(TAG)
         if tag is not None and tag.refusal:
             raise UnsupportedCall(tag.refusal)
-        _RUNNING.tag = tag
+        _RUNNING.tag, _RUNNING.training = tag, site.training
         try:
             return inner(self, *args, **kwargs)
         finally:
-            _RUNNING.tag = outer
+            _RUNNING.tag, _RUNNING.training = outer
 
     def reduce(self: Any, protocol: int) -> Any:
         return _rebuild, (cls, self.__dict__)
@@ -283,9 +284,10 @@ def _sdpa(
         top_left=is_causal and query.shape[2] != key.shape[2],
         dropout_p=dropout_p,
         out_layout="NHD",  # what processors transpose to next
+        guard_hidden=False,
     )
     site = tag.group if torch.compiler.is_compiling() else tag.key
-    call = describe(query, key, value, options)
+    call = describe(query, key, value, options, _RUNNING.training)
     quick, call = with_bool_mask(options, call, tag.recipe, tag.limits)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
+from sage_patch.dispatch import (
+    Options,
+    UnsupportedCall,
+    attend,
+    attend_with_weights,
+    choose,
+    describe,
+    is_training,
+    tick,
+    unify,
+)
 from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
@@ -100,7 +110,7 @@ def sage2_attention_forward(
 
     if reading is not None:
         refusals = dict(
-            output_attentions=bool(output_attentions), position_bias=position_bias is not None,
+            training=is_training(module.training), output_attentions=bool(output_attentions), position_bias=position_bias is not None,
             indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
             dropout=dropout > 0,
         )  # fmt: skip
@@ -145,6 +155,7 @@ def sage2_attention_forward(
         max_q_len=max_length_q if isinstance(max_length_q, int) else 0,
         max_kv_len=max_length_k if isinstance(max_length_k, int) else 0,
         out_layout="NHD",
+        guard_hidden=False,
     )
     if output_attentions:
         out, weights = attend_with_weights(query, key, value, options, site)
@@ -156,7 +167,7 @@ def sage2_attention_forward(
     if pattern is not None and pattern.fits(query, key):
         quick = pattern.instead_of_mask(options)
         seen_key, seen_value = key[:, :, : pattern.kv_end], value[:, :, : pattern.kv_end]
-    call = describe(query, seen_key, seen_value, quick)
+    call = describe(query, seen_key, seen_value, quick, module.training)
     quick, call = with_bool_mask(quick, call, tag.recipe, tag.limits)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:

@@ -122,7 +122,8 @@ _LIBRARY = torch.library.Library("sage_patch", "DEF")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_starts, Tensor? kv_lens, "
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, "
-    "float softcap, bool return_lse, str out_layout, str recipe, str reason, str site) -> (Tensor, Tensor)"
+    "float softcap, bool return_lse, str out_layout, str recipe, str reason, str site, bool guard_hidden=True) "
+    "-> (Tensor, Tensor)"
 )
 # `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.
 _LIBRARY.define("count(Tensor(a!) ticket, str recipe, str reason, str site) -> ()")
@@ -206,6 +207,7 @@ def _body(
     recipe: str,
     reason: str,
     site: str,
+    guard_hidden: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     chosen = _parse_recipe(recipe)
     backend = "exact" if chosen.is_exact else backend_for(query.device)
@@ -240,11 +242,11 @@ def _body(
         )  # fmt: skip
     attn_mask = with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
     # Autocast would turn the float32 products of either path into half precision.
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         if cu_seqlens_q is None or cu_seqlens_k is None:
             visibility = visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
-            out, lse = _run(chosen, query, key, value, visibility, scale, softcap, sinks, return_lse)
-            return _in_layout(out, out_layout), lse
+            out, lse = _run(chosen, query, key, value, visibility, scale, softcap, sinks, return_lse, guard_hidden)
+            return in_layout(out, out_layout), lse
         out, lse_all = _empty_outputs(query, value, return_lse, out_layout)
         out.zero_()  # tokens that belong to no sequence
         lse_all.fill_(-math.inf)
@@ -256,11 +258,18 @@ def _body(
                 value[:, :, k[i] : k[i + 1]],
             )
             visibility = visibility_of(part_q.shape[2], part_k.shape[2], None, left, right, top_left)
-            part, lse = _run(chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse)
+            part, lse = _run(chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse, guard_hidden)
             out[:, :, q[i] : q[i + 1]] = part
             if lse is not None:
                 lse_all[:, :, q[i] : q[i + 1]] = lse
         return out, lse_all
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A block whose products keep their dtypes; devices that know no autocast have none to switch off."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def with_run(attn_mask: Tensor | None, kv_starts: Tensor | None, kv_lens: Tensor | None, kv_len: int) -> Tensor | None:
@@ -282,14 +291,13 @@ def _run(
     softcap: float,
     sinks: Tensor | None,
     return_lse: bool,
+    guard_hidden: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """One dense problem. An empty sequence or batch inside a quantized call has nothing to quantize."""
     if recipe.is_exact or not (query.shape[0] and query.shape[2] and key.shape[2]):
-        # On a GPU one row's mask guard would cost more than its attention; the unpatched call has none either.
-        guard = query.device.type == "cpu" or query.shape[2] > 1
         return exact_attention(
             query, key, value, visibility,
-            scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, guard_hidden=guard,
+            scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, guard_hidden=guard_hidden,
         )  # fmt: skip
     return quantized_attention(
         query,
@@ -304,7 +312,8 @@ def _run(
     )
 
 
-def _in_layout(out: Tensor, out_layout: str) -> Tensor:
+def in_layout(out: Tensor, out_layout: str) -> Tensor:
+    """out [B, H, N, D], its memory contiguous in that layout."""
     return out.transpose(1, 2).contiguous().transpose(1, 2) if out_layout == "NHD" else out.contiguous()
 
 
@@ -344,6 +353,7 @@ def _attention_fake(
     recipe: str,
     reason: str,
     site: str,
+    guard_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
     return _empty_outputs(query, value, return_lse, out_layout)
 
