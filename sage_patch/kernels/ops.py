@@ -258,7 +258,9 @@ def _body(
                 value[:, :, k[i] : k[i + 1]],
             )
             visibility = visibility_of(part_q.shape[2], part_k.shape[2], None, left, right, top_left)
-            part, lse = _run(chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse, guard_hidden)
+            part, lse = _run(
+                chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse, guard_hidden
+            )
             out[:, :, q[i] : q[i + 1]] = part
             if lse is not None:
                 lse_all[:, :, q[i] : q[i + 1]] = lse
