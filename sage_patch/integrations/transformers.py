@@ -26,6 +26,7 @@ from sage_patch.dispatch import (
     tick,
     unify,
 )
+from sage_patch.errors import SagePatchError
 from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
@@ -54,7 +55,7 @@ _KEY_SELECTION = ("block_indices",)
 _PAGED = ("cache", "read_index", "write_index", "block_table")
 
 
-class OwnAttentionError(ValueError):
+class OwnAttentionError(SagePatchError, ValueError):
     """The model computes attention in its own code, which "sage2" cannot reach."""
 
 
@@ -110,8 +111,8 @@ def sage2_attention_forward(
 
     if reading is not None:
         refusals = dict(
-            training=is_training(module.training), output_attentions=bool(output_attentions), position_bias=position_bias is not None,
-            indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
+            training=is_training(module.training), output_attentions=bool(output_attentions),
+            position_bias=position_bias is not None, indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
             dropout=dropout > 0,
         )  # fmt: skip
         exact_reason = why_exact(tag, reading, query, attention_mask, refusals)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sage_patch.errors import SagePatchError
 from sage_patch.kernels import build
 
 STEP = 256  # lengths are rounded up to a multiple
@@ -30,7 +31,7 @@ Lengths = tuple[tuple[str, int], ...]  # (recipe, break-even length)
 Table = tuple[tuple[int, Lengths, Lengths], ...]  # (head_dim, without causality, with it), by rising head_dim
 
 
-class TableError(ValueError):
+class TableError(SagePatchError, ValueError):
     """A table file that cannot be read; the message names the file and what to do."""
 
 

@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_patch.errors import SagePatchError
+
 # The element type of P and V; INT4 is a flag beside it.
 RECIPES = {"qk_int8_pv_fp8": 0, "qk_int8_pv_fp16": 1, "qk_int4_pv_fp8": 0, "qk_int4_pv_fp16": 1}
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1}
@@ -31,7 +33,7 @@ _VERSION = 3
 _MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 
 
-class KernelError(RuntimeError):
+class KernelError(SagePatchError, RuntimeError):
     """The library refused a call or a launch failed."""
 
 
