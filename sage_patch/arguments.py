@@ -164,9 +164,10 @@ def recipe_name(recipe: Any) -> str:
 
 def check_number(name: str, x: Any, otherwise: str = "") -> None:
     """A finite real number, numpy's too. otherwise: what else the argument may be, for the message."""
+    number = x
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number{otherwise}; got {_said(x)}")
-    if not -_LARGEST <= x <= _LARGEST:
+    if not -_LARGEST <= number <= _LARGEST:  # also false for NaN
         raise ValueError(f"{name} must be finite{otherwise}; got {_said(x)}")
 
 

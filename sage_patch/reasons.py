@@ -34,8 +34,7 @@ REASONS: dict[str, Reason] = {
     "empty": Reason("there is no query row or no key", False),
     # what the call needs
     "needs_grad": Reason("gradients are needed: run under torch.no_grad() or torch.inference_mode() to quantize"),
-    "training": Reason("part of a training step: its module is in training mode with gradients enabled, or checkpointing "
-                       "will run it again with gradients; call model.eval(), or run under torch.no_grad(), to quantize"),
+    "training": Reason("part of a training step: in training mode, or checkpointed; call model.eval() to quantize"),
     "dropout": Reason("attention dropout is on: call model.eval() to quantize"),
     "dtype_float32": Reason("float32 stays float32: load the model in bfloat16, or set quantize_fp32 in the policy"),
     "dtype_mixed": Reason("query, key and value differ in dtype"),

@@ -112,8 +112,8 @@ def sage2_attention_forward(
     if reading is not None:
         refusals = dict(
             training=is_training(module.training), output_attentions=bool(output_attentions),
-            position_bias=position_bias is not None, indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
-            dropout=dropout > 0,
+            position_bias=position_bias is not None, indices=indices is not None,
+            varlen=attention_mask is None and cu_seq_lens_q is not None, dropout=dropout > 0,
         )  # fmt: skip
         exact_reason = why_exact(tag, reading, query, attention_mask, refusals)
         if not exact_reason:

@@ -63,11 +63,14 @@ def card_of(name: str) -> Card:
 
 def table_of(card: Card) -> Table:
     """A card's entry as a constant."""
-    modes = {int(dim): found for dim, found in card["head_dims"].items()}
-    return tuple(
-        (dim, *(tuple((r, NEVER if n is None else n) for r, n in modes[dim][m].items()) for m in ("full", "causal")))
-        for dim in sorted(modes)
-    )
+    rows = {
+        int(dim): (_as_lengths(found["full"]), _as_lengths(found["causal"])) for dim, found in card["head_dims"].items()
+    }
+    return tuple((dim, *rows[dim]) for dim in sorted(rows))
+
+
+def _as_lengths(found: Mapping[str, int | None]) -> Lengths:
+    return tuple((recipe, NEVER if length is None else length) for recipe, length in found.items())
 
 
 def look_up(card: Card, head_dim: int, is_causal: bool) -> Lengths:
