@@ -41,8 +41,9 @@ class Options:
     starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
     max_q_len, max_kv_len: of cu_seqlens' longest sequence, 0 where unknown; they decide what is too short.
     out_layout: in which layout the output's memory is contiguous.
-    guard_hidden: an exact call's rows without keys are 0, its hidden keys cannot leak (see exact_attention). False:
-    both are as torch's SDPA has them, so that the call is bit-equal to the one that it stands for.
+    guard_rows: an exact call's rows without keys are 0. False: they are as torch's SDPA has them, so that the call is
+    bit-equal to the one that it stands for.
+    training: the flag of the module whose call this is.
     """
 
     attn_mask: Tensor | None = None
@@ -61,7 +62,8 @@ class Options:
     max_kv_len: int = 0
     return_lse: bool = False
     out_layout: Layout = "HND"
-    guard_hidden: bool = True
+    guard_rows: bool = True
+    training: bool = False
 
     def scale_for(self, head_dim: int) -> float:
         """The softmax scale; the default is SDPA's own expression of the true head_dim."""
@@ -88,11 +90,8 @@ def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
     return query, key, value
 
 
-def describe(query: Tensor, key: Tensor, value: Tensor, options: Options, module_trains: bool = False) -> Call:
-    """The static facts of a call, for the envelope. Tensors are HND views.
-
-    module_trains: the `training` flag of the module whose call this is.
-    """
+def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Call:
+    """The static facts of a call, for the envelope. Tensors are HND views."""
     same_dtype = query.dtype == key.dtype == value.dtype
     tensors = (query, key, value, options.attn_mask, options.sinks)
     batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
@@ -120,7 +119,7 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options, module
         return_lse=options.return_lse,
         dropout=options.dropout_p > 0,
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
-        training=is_training(module_trains),
+        training=is_training(options.training),
         batch=batch,
         crossover=crossover.lengths(query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0)
         if backend == "sm90"
@@ -205,7 +204,7 @@ def attend(
     out, lse = ops.attend(
         query, key, value, o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k,
         o.scale_for(query.shape[-1]), o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout,
-        recipe.name, reason, site, o.guard_hidden,
+        recipe.name, reason, site, o.guard_rows,
     )  # fmt: skip
     return out, lse if o.return_lse else None
 
@@ -285,7 +284,7 @@ def _differentiable(
                 sinks=options.sinks,
                 dropout_p=options.dropout_p,
                 return_lse=options.return_lse,
-                guard_hidden=options.guard_hidden,
+                guard_rows=options.guard_rows,
             )
         outs.append(out)
         lses.append(lse)

@@ -207,7 +207,7 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None
             return "dtype_float32"
     elif call.dtype not in ("float16", "bfloat16"):
         return f"dtype_{call.dtype}"
-    if call.q_len == 0 or call.kv_len == 0:
+    if 0 in (call.q_len, call.kv_len, call.head_dim, call.v_head_dim):
         return "empty"
     if call.q_len < limits.min_q_len:
         return "decode" if call.q_len == 1 else "short_q"

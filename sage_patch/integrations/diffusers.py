@@ -284,10 +284,11 @@ def _sdpa(
         top_left=is_causal and query.shape[2] != key.shape[2],
         dropout_p=dropout_p,
         out_layout="NHD",  # what processors transpose to next
-        guard_hidden=False,
+        guard_rows=False,
+        training=_RUNNING.training,
     )
     site = tag.group if torch.compiler.is_compiling() else tag.key
-    call = describe(query, key, value, options, _RUNNING.training)
+    call = describe(query, key, value, options)
     quick, call = with_bool_mask(options, call, tag.recipe, tag.limits)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:

@@ -156,7 +156,8 @@ def sage2_attention_forward(
         max_q_len=max_length_q if isinstance(max_length_q, int) else 0,
         max_kv_len=max_length_k if isinstance(max_length_k, int) else 0,
         out_layout="NHD",
-        guard_hidden=False,
+        guard_rows=False,
+        training=module.training,
     )
     if output_attentions:
         out, weights = attend_with_weights(query, key, value, options, site)
@@ -168,7 +169,7 @@ def sage2_attention_forward(
     if pattern is not None and pattern.fits(query, key):
         quick = pattern.instead_of_mask(options)
         seen_key, seen_value = key[:, :, : pattern.kv_end], value[:, :, : pattern.kv_end]
-    call = describe(query, seen_key, seen_value, quick, module.training)
+    call = describe(query, seen_key, seen_value, quick)
     quick, call = with_bool_mask(quick, call, tag.recipe, tag.limits)
     recipe, reason = choose(tag.recipe, call, tag.limits, tag.on_unsupported, tag.exact_reason, site)
     if not recipe.is_exact:

@@ -122,7 +122,7 @@ _LIBRARY = torch.library.Library("sage_patch", "DEF")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_starts, Tensor? kv_lens, "
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, "
-    "float softcap, bool return_lse, str out_layout, str recipe, str reason, str site, bool guard_hidden=True) "
+    "float softcap, bool return_lse, str out_layout, str recipe, str reason, str site, bool guard_rows=True) "
     "-> (Tensor, Tensor)"
 )
 # `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.
@@ -207,7 +207,7 @@ def _body(
     recipe: str,
     reason: str,
     site: str,
-    guard_hidden: bool = True,
+    guard_rows: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     chosen = _parse_recipe(recipe)
     backend = "exact" if chosen.is_exact else backend_for(query.device)
@@ -245,7 +245,7 @@ def _body(
     with without_autocast(query.device):
         if cu_seqlens_q is None or cu_seqlens_k is None:
             visibility = visibility_of(query.shape[2], key.shape[2], attn_mask, left, right, top_left)
-            out, lse = _run(chosen, query, key, value, visibility, scale, softcap, sinks, return_lse, guard_hidden)
+            out, lse = _run(chosen, query, key, value, visibility, scale, softcap, sinks, return_lse, guard_rows)
             return in_layout(out, out_layout), lse
         out, lse_all = _empty_outputs(query, value, return_lse, out_layout)
         out.zero_()  # tokens that belong to no sequence
@@ -258,9 +258,7 @@ def _body(
                 value[:, :, k[i] : k[i + 1]],
             )
             visibility = visibility_of(part_q.shape[2], part_k.shape[2], None, left, right, top_left)
-            part, lse = _run(
-                chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse, guard_hidden
-            )
+            part, lse = _run(chosen, part_q, part_k, part_v, visibility, scale, softcap, sinks, return_lse, guard_rows)
             out[:, :, q[i] : q[i + 1]] = part
             if lse is not None:
                 lse_all[:, :, q[i] : q[i + 1]] = lse
@@ -293,13 +291,13 @@ def _run(
     softcap: float,
     sinks: Tensor | None,
     return_lse: bool,
-    guard_hidden: bool,
+    guard_rows: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """One dense problem. An empty sequence or batch inside a quantized call has nothing to quantize."""
     if recipe.is_exact or not (query.shape[0] and query.shape[2] and key.shape[2]):
         return exact_attention(
             query, key, value, visibility,
-            scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, guard_hidden=guard_hidden,
+            scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, guard_rows=guard_rows,
         )  # fmt: skip
     return quantized_attention(
         query,
@@ -355,7 +353,7 @@ def _attention_fake(
     recipe: str,
     reason: str,
     site: str,
-    guard_hidden: bool = True,
+    guard_rows: bool = True,
 ) -> tuple[Tensor, Tensor]:
     return _empty_outputs(query, value, return_lse, out_layout)
 

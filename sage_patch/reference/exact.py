@@ -5,7 +5,7 @@ caller's result bit-equal to an unpatched call. What it cannot express (softcap,
 alone) is computed here in float32, in blocks of query rows so that memory stays bounded.
 
 Torch says nothing about rows that see no key: some of its kernels return 0, some an average of V, some NaN. So such
-rows never reach it when they are to be right (`guard_hidden`).
+rows never reach it when they are to be right (`guard_rows`).
 
 It is not transformers' own "sdpa" function, which drops softcap and sinks.
 """
@@ -36,16 +36,16 @@ def exact_attention(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-    guard_hidden: bool = True,
+    guard_rows: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """softmax(mask(softcap(scale * Q K^T))) V, differentiable.
 
     query [B, Hq, q_len, D], key [B, Hkv, kv_len, D], value [B, Hkv, kv_len, Dv]; sinks float [Hq]: one more
     logit per head in the denominator that has no value. Returns (out [B, Hq, q_len, Dv] in query's dtype,
     lse float32 [B, Hq, q_len] natural log of the denominator, or None).
-    guard_hidden: a row that sees no key is 0 with lse -inf and has no gradient, whatever its query holds, and keys
-    that no row sees cannot leak, whatever they hold. Without it torch's SDPA gets the call as it came, and such rows
-    are what torch makes of them.
+    Keys that no row sees cannot leak, whatever they hold.
+    guard_rows: a row that sees no key is 0 with lse -inf and has no gradient, whatever its query holds. Without it
+    such rows are what torch's SDPA makes of them, bit for bit, so that a call stays the one that it stands for.
     """
     out_dtype = query.dtype
     if not (query.dtype == key.dtype == value.dtype):
@@ -54,7 +54,14 @@ def exact_attention(
     if scale <= 0:  # some of torch's kernels take the largest product for the largest score
         query, scale = (-query, -scale) if scale < 0 else (query * 0, 1.0)
     options = (scale, softcap, sinks, dropout_p, return_lse, out_dtype)
-    return (_guarded if guard_hidden else _attend)(query, key, value, visibility, *options)
+    if guard_rows:
+        return _guarded(query, key, value, visibility, *options)
+    # On a GPU looking through one row's mask would cost more than its attention.
+    if query.shape[-2] and key.shape[-2] and (query.device.type == "cpu" or query.shape[-2] > 1):
+        seen = visibility.visible_keys(key.shape[1], key.device)
+        if seen is not None:  # a row without keys may be an average of V: its finite values stay
+            key, value = hide(key, seen), torch.where(seen[..., None] | torch.isfinite(value), value, 0.0)
+    return _attend(query, key, value, visibility, *options)
 
 
 def _guarded(
