@@ -30,23 +30,29 @@ def check_tensor(name: str, x: Any) -> None:
 
 def check_tensors(query: Any, key: Any, value: Any, others: dict[str, Any]) -> None:
     """Plain tensors of one device and kind. others: what else may be a tensor or None, by name."""
-    given = {"query": query, "key": key, "value": value}
-    for name, x in given.items():
+    for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point; got {x.dtype}")
         if x.dtype not in _DTYPES:
+            if not x.is_floating_point():
+                raise TypeError(f"{name} must be floating point; got {x.dtype}")
             raise TypeError(f"{name} has dtype {x.dtype}; float16, bfloat16, float32 and float64 are supported")
-    given |= {name: x for name, x in others.items() if x is not None}
-    for name, x in given.items():
-        check_tensor(name, x)
         if x.device != query.device:
             raise ValueError(f"query is on {query.device} but {name} is on {x.device}")
+    for name, x in others.items():
+        if x is not None:
+            check_tensor(name, x)
+            if x.device != query.device:
+                raise ValueError(f"query is on {query.device} but {name} is on {x.device}")
     if not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
-        fake = [name for name, x in given.items() if hasattr(x, "fake_mode")]
-        if fake and len(fake) < len(given):
-            real = next(name for name in given if name not in fake)
-            raise ValueError(f"{fake[0]} is a fake tensor but {real} holds values; both must be of one kind")
+        _check_kinds({"query": query, "key": key, "value": value} | others)
+
+
+def _check_kinds(given: dict[str, Any]) -> None:
+    """Outside of the mode that made them, fake tensors go with fake tensors only."""
+    fake = [name for name, x in given.items() if type(x) is not Tensor and hasattr(x, "fake_mode")]
+    real = [name for name, x in given.items() if x is not None and name not in fake] if fake else []
+    if real:
+        raise ValueError(f"{fake[0]} is a fake tensor but {real[0]} holds values; both must be of one kind")
 
 
 def check_rank(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -142,8 +148,10 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
 
 def check_flag(name: str, x: Any) -> None:
     """A truth value, also numpy's. A word or a number would be one by accident."""
+    if type(x) is bool:
+        return
     numpy_bool = type(x).__module__ == "numpy" and type(x).__name__.startswith("bool")
-    if not isinstance(x, (bool, torch.SymBool)) and not numpy_bool:
+    if not isinstance(x, torch.SymBool) and not numpy_bool:
         raise TypeError(f"{name} must be True or False; got {_said(x)}")
 
 
@@ -172,7 +180,8 @@ def check_number(name: str, x: Any, otherwise: str = "") -> None:
 
 
 def check_dropout(dropout_p: Any) -> None:
-    check_number("dropout_p", dropout_p)
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        check_number("dropout_p", dropout_p)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
 
