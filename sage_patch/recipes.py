@@ -184,9 +184,12 @@ def breaks_even(recipe: Recipe, call: Call) -> bool:
     kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
     """
     length = dict(call.crossover).get(recipe.name, 0)
-    if call.q_len < length or call.kv_len < length:
+    work = CROSSOVER_HEADS * length * length
+    # The work first: of symbolic lengths each question that is asked becomes a condition of the graph. No call holds
+    # as much as 2^62, and no symbol could be compared with it.
+    if work >= 1 << 62 or call.batch * call.num_heads * call.q_len * call.kv_len < work:
         return False
-    return call.batch * call.num_heads * call.q_len * call.kv_len >= CROSSOVER_HEADS * length * length
+    return call.q_len >= length and call.kv_len >= length
 
 
 def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None:

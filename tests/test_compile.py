@@ -214,7 +214,7 @@ def test_output_is_a_new_tensor() -> None:
 
 # --- lengths that change ----------------------------------------------------------------------------------------
 
-CARD = ((64, (("qk_int8_pv_fp8", 1 << 40),), (("qk_int8_pv_fp8", 1 << 40),)), (256, (), ()))
+CARD = tuple((dim, ((RECIPE, 4096),), ((RECIPE, length),)) for dim, length in ((64, 1024), (128, crossover.NEVER)))
 
 
 @pytest.fixture

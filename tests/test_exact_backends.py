@@ -182,9 +182,9 @@ def test_gradients_of_an_added_mask(
     assert (grads[0] - grads[1]).abs().sum() / grads[1].abs().sum() < (1e-5 if dtype == torch.float32 else 0.03)
 
 
-@every_backend
-@every_dtype
 @pytest.mark.gpu
+@pytest.mark.parametrize(("device", "name"), CARD)
+@every_dtype
 @pytest.mark.parametrize(("batch", "heads"), [(65535, 1), (65536, 1), (66000, 1), (1, 66000), (33000, 2), (3, 40000)])
 @pytest.mark.parametrize("case", ["plain", "causal", "mask", "gradient"])
 def test_batches_beyond_the_grid(

@@ -172,7 +172,7 @@ def test_a_denoiser_in_training(how: str, device: str) -> None:
         out = model(latents, torch.tensor(3, device=device), text).sample
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*results, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*results, strict=True))
     assert {key.recipe for key in ops.counts()} == {"exact"}
     assert reasons() == ({"training"} if how == "frozen" else {"needs_grad"})
 
