@@ -34,7 +34,7 @@ SLOW_S = 5.0  # a call of these sizes that takes longer hangs
 RECIPES = ("exact", "sage2", None, "qk_int8_pv_fp8", "qk_int8_pv_fp16", "qk_int4_pv_fp8", "qk_int4_pv_fp16")
 # Largest relative L1 error. Of few rows and keys: several times what long sequences show.
 LIMITS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
-QUANTIZED_LIMITS = {"qk_int8": 0.15, "qk_int4": 0.8}
+QUANTIZED_LIMITS = {"qk_int8": 0.15, "qk_int4": 0.8, "sage2": 0.15}
 
 
 def sound_call(rng: random.Random) -> dict[str, Any]:
@@ -129,10 +129,11 @@ def wrong_value(call: dict[str, Any], result: Any) -> str:
     if out[zero].any():
         return "a row that sees no key is not 0"
     name = call.get("recipe") or "sage2"
-    limit = LIMITS[call["query"].dtype]
-    if not call["query"].requires_grad:
-        limit = max(limit, QUANTIZED_LIMITS.get(name[:7], 0.0))
-    error = (out.detach().double() - want).abs().sum() / want.abs().sum().clamp_min(0.05 * max(1, want.numel()))
+    limit, floor = LIMITS[call["query"].dtype], 0.05
+    if name[:7] in QUANTIZED_LIMITS and not call["query"].requires_grad:
+        # V is N(0, 1) and so is its rounding's reference; an output may well be a small difference of its values.
+        limit, floor = max(limit, QUANTIZED_LIMITS[name[:7]]), 0.25
+    error = (out.detach().double() - want).abs().sum() / want.abs().sum().clamp_min(floor * max(1, want.numel()))
     if error > limit:
         return f"relative L1 {float(error):.3g}"
     if out.requires_grad:

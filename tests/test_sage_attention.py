@@ -167,10 +167,11 @@ def test_numbers_of_numpy_and_the_default_recipe_by_none() -> None:
         (dict(window=(np.int32(3), np.int64(-1))), dict(window=(3, -1))),
         (dict(scale=np.float32(0.25), softcap=np.float64(4)), dict(scale=0.25, softcap=4.0)),
         (dict(is_causal=np.bool_(True), dropout_p=np.float32(0)), dict(is_causal=True)),
-        (dict(recipe=None), dict()),
     ):
         for recipe in ({}, dict(recipe="exact")):
-            assert torch.equal(sage_attention(q, k, v, **(recipe | numpy)), sage_attention(q, k, v, **(recipe | plain)))
+            assert torch.equal(sage_attention(q, k, v, **recipe, **numpy), sage_attention(q, k, v, **recipe, **plain))
+    assert torch.equal(sage_attention(q, k, v, recipe=None), sage_attention(q, k, v))
+    assert {key.reason for key in ops.counts()} == {"", "policy"}
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
