@@ -131,7 +131,7 @@ def wrong_value(call: dict[str, Any], result: Any) -> str:
     name = call.get("recipe") or "sage2"
     limit, floor = LIMITS[call["query"].dtype], 0.05
     if name[:7] in QUANTIZED_LIMITS and not call["query"].requires_grad:
-        # V is N(0, 1) and so is its rounding's reference; an output may well be a small difference of its values.
+        # Values are N(0, 1) and rounded as such, while an output may be a small difference of them.
         limit, floor = max(limit, QUANTIZED_LIMITS[name[:7]]), 0.25
     error = (out.detach().double() - want).abs().sum() / want.abs().sum().clamp_min(floor * max(1, want.numel()))
     if error > limit:
