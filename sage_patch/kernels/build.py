@@ -24,6 +24,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sage_patch.errors import SagePatchError
+
 HERE = Path(__file__).resolve().parent
 UNITS = (
     "fwd_sm90_masked.cu",
@@ -44,7 +46,7 @@ LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL")
 _SERIALIZED = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7519")
 
 
-class BuildError(RuntimeError):
+class BuildError(SagePatchError, RuntimeError):
     """The library could not be built; the message says what was asked for, what was found, and what to do."""
 
 

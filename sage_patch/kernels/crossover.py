@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sage_patch.errors import SagePatchError
 from sage_patch.kernels import build
 
 STEP = 256  # lengths are rounded up to a multiple
@@ -28,7 +29,7 @@ OPS = {"qk_int8_pv_fp8": "sage2_op", "qk_int8_pv_fp16": "sage2_pv_fp16_op"}
 Card = dict[str, Any]  # {"measured": how, "head_dims": {"128": {"full" | "causal": {recipe: length or None}}}}
 
 
-class TableError(ValueError):
+class TableError(SagePatchError, ValueError):
     """A table file that cannot be read; the message names the file and what to do."""
 
 

@@ -8,7 +8,6 @@ library cannot see (devices, dtypes); shapes and limits are checked in C and com
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import threading
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from sage_patch.errors import SagePatchError
 
 # The element type of P and V; INT4 is a flag beside it.
 RECIPES = {"qk_int8_pv_fp8": 0, "qk_int8_pv_fp16": 1, "qk_int4_pv_fp8": 0, "qk_int4_pv_fp16": 1}
@@ -31,7 +32,7 @@ _VERSION = 3
 _MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 
 
-class KernelError(RuntimeError):
+class KernelError(SagePatchError, RuntimeError):
     """The library refused a call or a launch failed."""
 
 
@@ -160,10 +161,6 @@ def _pack(
     items, tail = qs[0], _NO_EXTRAS
     if extras is not None:
         items, tail = _pack_extras(extras, qs[0], qs[h], qs[n], ks[n], index)
-        if extras.cu_seqlens_q is not None:  # tokens of no sequence are not written
-            out.zero_()
-            if lse is not None:
-                lse.fill_(-math.inf)
     shape = (items, qs[h], ks[h], qs[n], ks[n], qs[3], dv)
     if extras is None:
         sized = (*shape, recipe, flags & (_INT4 | _SMOOTH_Q))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.bench.peers import PACKAGES, PEERS, Run
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
 from sage_patch.kernels import crossover, library, ops
@@ -34,7 +35,7 @@ _FLUSH_BYTES = 256 << 20
 _CHECKED_ROWS = 512
 
 
-class BenchError(ValueError):
+class BenchError(SagePatchError, ValueError):
     """The benchmark cannot run here or was asked for something that is not there."""
 
 

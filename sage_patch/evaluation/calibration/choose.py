@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration.score import ALL, Bucket, Group
 from sage_patch.evaluation.judge import LADDER
 from sage_patch.policy import AttentionSite, Plan, Policy, Rule, Span
@@ -21,7 +22,7 @@ EXACT = "exact"
 Choice = dict[tuple[str, str], str]  # (site, bucket) -> rung
 
 
-class ChoiceError(ValueError):
+class ChoiceError(SagePatchError, ValueError):
     """An unknown card, or a choice that cannot be written as rules."""
 
 
