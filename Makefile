@@ -4,9 +4,9 @@ JOBS ?= 2
 # One thread a process: two processes already fill a small machine.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
 # Whole models, pipelines and commands: minutes together, left to `make test`.
-LONG = calibrate calibrated_policies cli compile diffusers diffusers_compile diffusers_masks diffusers_matrix \
-	diffusers_scope diffusers_seams evaluate families generation judge picture_run quantized_cache report steps \
-	steps_lifecycle
+LONG = ablation calibrate calibrated_policies cli compile configs diffusers diffusers_compile diffusers_masks \
+	diffusers_matrix diffusers_scope diffusers_seams evaluate families generation judge picture_run quantized_cache \
+	report routing steps steps_lifecycle transformers_interface two_references
 
 .PHONY: help check format fast test gpu docs
 
