@@ -28,8 +28,8 @@ template<class L> struct Consumer {
     if (L::ping_pong) named_arrive(w + 1 == L::consumers ? 1 : w + 2, 256);
   }
   SAGE2_DEV void close_turns() const {
-    if (L::ping_pong && w == 0) named_sync(1, 256);
-  }  // takes the last hand-over
+    if (L::ping_pong && w == 0) named_sync(1, 256);  // takes the last hand-over
+  }
 };
 
 // And in one query tile.
@@ -40,10 +40,11 @@ struct Rows {
   uint32_t scratch;       // Scratch
   const float *k_scales;  // dense family: of this head's key tiles, four each
 };
-template<class L> struct Sums {  // over the keys so far
-  float O[L::sums];
-  float l0, l1;  // of rows r and r + 8
-  RowState state;
+// Over the keys so far. References: as members of one struct they cost the FP16 kernels moves in their main loop.
+template<class L> struct Sums {
+  float (&O)[L::sums];
+  float &l0, &l1;  // of rows r and r + 8
+  RowState &state;
 };
 
 // A turn is a key tile of the ring, counted over all tiles of the CTA; in one query tile they run from the last key
