@@ -45,6 +45,7 @@ template<class L> struct Sums {
   float (&O)[L::sums];
   float &l0, &l1;  // of rows r and r + 8
   RowState &state;
+  SAGE2_DUMP_ONLY(DumpAt at = {};)
 };
 
 // A turn is a key tile of the ring, counted over all tiles of the CTA; in one query tile they run from the last key
@@ -126,7 +127,7 @@ SAGE2_DEV void change_logits(const Params &p, const Rows &rows, int (&S)[64], in
 // Softmax of a tile and its P V, folded into the sums. vanish: hidden scores need no further care.
 template<Scores KIND, class L>
 SAGE2_DEV void weigh_tile(const Consumer<L> &me, int stage, int parity, int (&S)[64], bool vanish, float k_scale,
-                          float2 q_scale, Sums<L> &sums SAGE2_DUMP_ONLY(, const DumpAt &at)) {
+                          float2 q_scale, Sums<L> &sums) {
   const Barriers<L> &bar = me.cta.bar;
   RowState &state = sums.state;
   if constexpr (L::fp16) {
@@ -142,10 +143,10 @@ SAGE2_DEV void weigh_tile(const Consumer<L> &me, int stage, int parity, int (&S)
       #pragma unroll
       for (int i = 0; i < L::sums; i++) sums.O[i] *= i & 2 ? state.a1 : state.a0;
     barrier_wait(bar.v_full(stage), parity);
-    SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
+    SAGE2_DUMP_ONLY(dump_probabilities(sums.at, P);)
     weigh_fp16(sums.O, P, me.desc_v + stage * (L::v_stage / 16));
     barrier_arrive_warp(bar.v_empty(stage));
-    SAGE2_DUMP_ONLY(dump_sums<L::dv>(at, sums.O, state.m0, state.m1, quad_sum(sums.l0), quad_sum(sums.l1));)
+    SAGE2_DUMP_ONLY(dump_sums<L::dv>(sums.at, sums.O, state.m0, state.m1, quad_sum(sums.l0), quad_sum(sums.l1));)
   } else {
     uint32_t P[16];
     if (vanish) {
@@ -155,11 +156,11 @@ SAGE2_DEV void weigh_tile(const Consumer<L> &me, int stage, int parity, int (&S)
       softmax_fp8<kSomeHidden>(S, P, k_scale, q_scale.x, q_scale.y, state);
     }
     barrier_wait(bar.v_full(stage), parity);
-    SAGE2_DUMP_ONLY(dump_probabilities(at, P);)
+    SAGE2_DUMP_ONLY(dump_probabilities(sums.at, P);)
     float T[L::sums + 4];  // and the row sums, each twice
     weigh_fp8(T, P, me.desc_v + stage * (L::v_stage / 16));
     barrier_arrive_warp(bar.v_empty(stage));
-    SAGE2_DUMP_ONLY(dump_sums<L::dv>(at, T, state.m0, state.m1, T[L::sums], T[L::sums + 2]);)
+    SAGE2_DUMP_ONLY(dump_sums<L::dv>(sums.at, T, state.m0, state.m1, T[L::sums], T[L::sums + 2]);)
     #pragma unroll
     for (int i = 0; i < L::sums; i++) sums.O[i] = fmaf(sums.O[i], i & 2 ? state.a1 : state.a0, T[i]);
     sums.l0 = fmaf(sums.l0, state.a0, T[L::sums]);
@@ -215,10 +216,10 @@ SAGE2_DEV void consume_tile(const Params &p, const Consumer<L> &me, const Rows &
     if (!L::is_dense && p.mask.data) hide(S, __float_as_uint(seen.x), __float_as_uint(seen.y));
     else hide_by_limits<!L::is_dense, kHidden>(S, rows.scratch, tid, first, p.left, right);
   }
-  SAGE2_DUMP_ONLY(const DumpAt at = dump_at<L>(p, rows.t, 64 * me.w, key_tile);)
-  SAGE2_DUMP_ONLY(dump_scores(at, S);)
+  SAGE2_DUMP_ONLY(sums.at = dump_at<L>(p, rows.t, 64 * me.w, key_tile);)
+  SAGE2_DUMP_ONLY(dump_scores(sums.at, S);)
   if constexpr (KIND == kLogits) change_logits<L>(p, rows, S, key_tile, partial, k_scale, q_scale, tid);
-  weigh_tile<KIND>(me, stage, parity, S, vanish, k_scale, q_scale, sums SAGE2_DUMP_ONLY(, at));
+  weigh_tile<KIND>(me, stage, parity, S, vanish, k_scale, q_scale, sums);
 }
 
 // A turn that none of our rows sees.
