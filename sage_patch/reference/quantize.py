@@ -35,9 +35,6 @@ class Quantized:
     values: Tensor
     scale: Tensor
 
-    def dequantize(self) -> Tensor:
-        return self.values.float() * self.scale[..., None]
-
 
 def query_groups(length: int, granularity: Granularity, tiling: Tiling, device: torch.device) -> Tensor:
     """Group index of each query token, int64 [length].
@@ -76,13 +73,13 @@ def key_groups(length: int, granularity: Granularity, tiling: Tiling, device: to
 
 
 def quantize_int(x: Tensor, bits: int, groups: Tensor, share_heads: bool = False) -> Quantized:
-    """Symmetric integers of 4 or 8 bits, one scale per group of tokens.
+    """Symmetric integers of so many bits, at most 8, one scale per group of tokens.
 
     x: float [B, H, N, D]; groups: int64 [N]. share_heads: one scale for all heads too (per-tensor).
-    scale = amax / qmax, values = round_to_nearest_even(x * (qmax / amax)), qmax = 127 or 7.
+    scale = amax / qmax, values = round_to_nearest_even(x * (qmax / amax)), qmax = 2 ** (bits - 1) - 1.
     A token that holds NaN or infinity gets scale NaN and does not count for its group: it stays in its row.
     """
-    qmax = 127.0 if bits == 8 else 7.0
+    qmax = float(2 ** (bits - 1) - 1)
     x = x.float()
     amax = x.abs().amax(dim=-1)  # [B, H, N]
     finite = torch.isfinite(amax)

@@ -15,11 +15,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device; torch.cuda.is_available() is False", allow_module_level=True)
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip(
-        f"kernels exist for compute capability 9.0, this device is {torch.cuda.get_device_capability()}",
+        f"these tests are of compute capability 9.0, this device is {torch.cuda.get_device_capability()}",
         allow_module_level=True,
     )
 
-from sage_patch.kernels import library  # noqa: E402
+import kernel_calls  # noqa: E402
 
 DEVICE = "cuda"
 FP8, FP16 = "qk_int8_pv_fp8", "qk_int8_pv_fp16"
@@ -51,8 +51,8 @@ def poison() -> None:
 
 
 def forward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """library.forward; its log-sum-exp is None unless it was asked for."""
-    return library.forward(*tensors, **options)  # type: ignore[return-value]
+    """kernel_calls.forward; its log-sum-exp is None unless it was asked for."""
+    return kernel_calls.forward(*tensors, **options)  # type: ignore[return-value]
 
 
 def check(

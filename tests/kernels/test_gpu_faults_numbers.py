@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from gpu_cases import DEVICE, FP8, FP16, INT4_RECIPES, RECIPES, forward, poison
 from gpu_cases import qkv as large_qkv
+from kernel_calls import make_call
 from torch import Tensor
 
 import oracle
 from oracle import HALF, RECIPE_TOLERANCE, T8F8, assert_attention_close, attention, measure, packed_attention
 from sage_patch.attention import sage_attention
+from sage_patch.backends import why_not
 from sage_patch.kernels import library, ops
+from sage_patch.recipes import NO_LIMITS, Call
+from sage_patch.recipes import RECIPES as ALL_RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -226,13 +230,13 @@ def test_nothing_is_written_beside_the_output(recipe: str, q_len: int, dim: int)
     lens = torch.tensor([130, 0, 9], dtype=torch.int32, device=DEVICE)
     options = dict(scale=0.125, recipe=recipe, kv_lens=lens, is_causal=True, return_lse=True)
     want, want_lse = forward(q, k, v, **options)
-    call = library.make_call(q, k, v, **options)
-    buffers, guard, fields = [], 4096, list(library._CORE.unpack(call.args[: library._CORE.size]))
-    for old in (call.out, call.lse):  # the same call, into the middle of a larger buffer
+    call = make_call(q, k, v, **options)
+    buffers, guard, fields = [], 4096, library.CALL.unpack(call.args)
+    for name, old in (("out", call.out), ("lse", call.lse)):  # the same call, into the middle of a larger buffer
         marked = torch.full((old.numel() + 2 * guard,), 7.0, dtype=old.dtype, device=DEVICE)
-        fields[fields.index(old.data_ptr())] = marked[guard:].data_ptr()
+        fields[name] = marked[guard:].data_ptr()
         buffers.append(marked)
-    call.args = library._CORE.pack(*fields) + call.args[library._CORE.size :]
+    call.args = library.CALL.pack(**fields) + call.args[library.CALL.size :]
     call.run()
     for marked, expected in zip(buffers, (want, want_lse), strict=True):
         inside = slice(guard, guard + expected.numel())
@@ -318,7 +322,7 @@ def test_two_calls_merge_by_lse_without_smoothing(recipe: str) -> None:
     q, k, v = qkv(1, 4, 77, 1031, 64)
     parts = []
     for s in (slice(0, 400), slice(400, None)):
-        call = library.make_call(
+        call = make_call(
             q, k[:, :, s], v[:, :, s], scale=0.125, recipe=recipe, smooth_k=False, smooth_v=False, return_lse=True
         )
         call.run()
@@ -350,4 +354,6 @@ def test_mask_strides_mean_nothing(recipe: str, width: int) -> None:
 
 def test_kernel_recipes_are_all_here() -> None:
     """A recipe that the kernel learns must be run by these tests too."""
-    assert set(RECIPES) == {FP8, FP16} and set(library.RECIPES) == {FP8, FP16, *INT4_RECIPES}  # test_gpu_int4.py
+    call = Call("sm90", "cuda", "bfloat16", 128, 128, 8, 8, 4096, 4096)
+    taken = {r.name for r in ALL_RECIPES.values() if why_not(r, call, NO_LIMITS) is None}
+    assert set(RECIPES) == {FP8, FP16} and taken == {FP8, FP16, *INT4_RECIPES}  # test_gpu_int4.py

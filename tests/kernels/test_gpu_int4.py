@@ -15,11 +15,11 @@ import kernel_oracle as oracle
 import pytest
 import torch
 from gpu_cases import DEVICE, INT4_RECIPES, check, forward, normal, poison, qkv
+from kernel_calls import Extras, make_call
 from test_gpu_masks import diagonal, same
 from torch import Tensor
 
-from sage_patch.kernels import library
-from sage_patch.kernels.library import Extras
+from sage_patch.recipes import UnsupportedCall
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import prepare as sm90_prepare
 
@@ -103,7 +103,7 @@ def test_means_and_corrections(recipe: str, d: int) -> None:
     """The two arrays of the workspace, the last ones in it, bit for bit."""
     n, kn = 2200, 300  # more than one unit of 2048 rows
     q, k, v = alike(1, 3, 3, n, kn, d, torch.float16)
-    call = library.make_call(q, k, v, scale=0.1, recipe=recipe)
+    call = make_call(q, k, v, scale=0.1, recipe=recipe)
     call.run()
     blocks, width = (n + 63) // 64, 384
     mean = sm90_prepare.query_means(q.cpu(), d)
@@ -259,7 +259,7 @@ def test_a_bad_query_row_stays_alone(recipe: str, value: float) -> None:
 def test_prepare_and_forward_apart_and_under_a_graph(recipe: str) -> None:
     """Q's part belongs to `forward`: one prepared K and V serve many Q. A replay reads the tensors anew."""
     q, k, v = alike(1, 4, 2, 300, 430, 128)
-    call = library.make_call(q, k, v, scale=0.1, recipe=recipe)
+    call = make_call(q, k, v, scale=0.1, recipe=recipe)
     call.run()
     first = call.out.clone()
     call.prepare()
@@ -294,5 +294,5 @@ def test_wide_heads_are_refused() -> None:
     q, k, v = qkv(1, 2, 2, 64, 64, 192)
     wide: tuple[dict[str, Any], ...] = ({"recipe": "qk_int4_pv_fp8"}, {"recipe": "qk_int8_pv_fp8", "smooth_q": True})
     for options in wide:
-        with pytest.raises(library.UnsupportedCall, match="head_dim 192: 1 to 128"):
+        with pytest.raises(UnsupportedCall, match="head_dim 192: 1 to 128"):
             forward(q, k, v, scale=0.1, **options)

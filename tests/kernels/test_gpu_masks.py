@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 from gpu_cases import DEVICE, FP8, FP16, INT4_RECIPES, RECIPES, forward, normal, poison, qkv
+from kernel_calls import Extras
 from torch import Tensor
-
-from sage_patch.kernels.library import Extras
 
 LIMITS = {FP8: 0.06, FP16: 0.02}  # relative L1 of short rows too; typical values are 0.038 and 0.011
 LIMITS |= dict(zip(INT4_RECIPES, LIMITS.values(), strict=True))  # of queries that hardly differ (test_gpu_int4.py)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import DEVICE, RECIPES, poison, qkv
+from kernel_calls import Extras
 from test_gpu_masks import diagonal, same
 
 import sage_patch
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import transformers as adapter
-from sage_patch.kernels.library import Extras
 from sage_patch.policy import Policy
 from tiny import logits, relative_l1, text_model, tokens
 

@@ -9,9 +9,9 @@ import kernel_oracle as oracle
 import pytest
 import torch
 from gpu_cases import DEVICE, FP8, FP16, RECIPES, check, forward, normal, poison, qkv
+from kernel_calls import make_call
 from torch import Tensor
 
-from sage_patch.kernels import library
 from sage_patch.reference.emulator import prepare as mirror
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_images_equal_the_mirror(dtype: torch.dtype, recipe: str, smooth_v: bool
         k, v = k + 3 * normal(1, 1, 1, d, dtype=dtype, seed=7), v * 2 - 1
         v[..., 3] = 0.5
         lens = [n, max(1, n // 2)]
-        call = library.make_call(
+        call = make_call(
             q,
             k,
             v,
