@@ -14,6 +14,7 @@ from sage_patch._hook import register_when_loaded
 if TYPE_CHECKING:
     from sage_patch.attention import UnsupportedCall, sage_attention
     from sage_patch.config import ConfigError, load_policy
+    from sage_patch.errors import SagePatchError
     from sage_patch.integrations.quantized_cache import QuantizedCache
     from sage_patch.patch import Handle, PatchError, applied, apply, plan, stats
     from sage_patch.policy import Policy, PolicyError, Rule
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "SagePatchError": "errors",
     "Handle": "patch",
     "PatchError": "patch",
     "applied": "patch",
@@ -34,7 +36,7 @@ _HOME = {
     "Rule": "policy",
     "ConfigError": "config",
     "load_policy": "config",
-    "QuantizedCache": "integrations.kv_cache",
+    "QuantizedCache": "integrations.quantized_cache",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sage_patch.errors import SagePatchError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -435,10 +437,7 @@ def _clean_errors(interrupted: str = "nothing was written") -> Iterator[None]:
     except KeyboardInterrupt:
         _say(f"interrupted; {interrupted}")
         raise typer.Exit(130) from None
-    except (ValueError, RuntimeError) as error:
-        # Every error class of this package tells what was asked, what was found and what to do.
-        if not type(error).__module__.startswith("sage_patch."):
-            raise
+    except SagePatchError as error:  # it tells what was asked, what was found and what to do
         _say(f"error: {error}")
         raise typer.Exit(2) from None
     except OSError as error:

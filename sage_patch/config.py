@@ -14,13 +14,14 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from sage_patch.errors import SagePatchError
 from sage_patch.policy import Policy, Rule, Span
 from sage_patch.recipes import nearest
 from sage_patch.schema import SCHEMA_VERSION, TARGETS, TASKS, PolicySpec, RuleSpec, RunConfig, Section
 from sage_patch.yamltext import Document, Problem, read_scalar, read_yaml, write_yaml
 
 
-class ConfigError(ValueError):
+class ConfigError(SagePatchError, ValueError):
     """A configuration that cannot be used. The message names the file and holds every error, one a line."""
 
 

@@ -18,14 +18,13 @@ from sage_patch.backends import named, why_not
 from sage_patch.kernels import crossover, ops
 from sage_patch.kernels.plain import visibility_of
 from sage_patch.pages import Pages
+from sage_patch.reasons import is_error
 from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, UnsupportedCall
 from sage_patch.reference.exact import exact_attention, exact_weights
 from sage_patch.reference.quantize import hide
 from sage_patch.reference.visibility import Visibility
 
 Layout = Literal["HND", "NHD"]
-# A call that is merely too short, or has nothing in it, is no failure of the recipe.
-_NEVER_AN_ERROR = ("decode", "short_q", "short_kv", "short", "empty")
 _DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
@@ -153,7 +152,7 @@ def choose(
     reason = why_not(recipe, call, limits)
     if reason is None:
         return recipe, ""
-    if on_unsupported == "error" and reason not in _NEVER_AN_ERROR:
+    if on_unsupported == "error" and is_error(reason):
         place = f" at {site.partition('/')[2]}" if site else ""
         raise UnsupportedCall(
             f"recipe {recipe.name!r} cannot run this call{place} on {call.device}: {reason} "

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from sage_patch.errors import SagePatchError
 from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.integrations import sites as site_finder
 from sage_patch.integrations.configurations import config_copies, mask_styles
@@ -44,7 +45,7 @@ from sage_patch.recipes import parse_recipe
 _HANDLE_NUMBERS = itertools.count(1)
 
 
-class PatchError(ValueError):
+class PatchError(SagePatchError, ValueError):
     """The model cannot be patched as asked; nothing was changed."""
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Literal
 
+from sage_patch.errors import SagePatchError
 from sage_patch.recipes import AUTO, Limits, parse_recipe
 
 Role = Literal["self", "cross", "joint"]
@@ -27,7 +28,7 @@ CALIBRATION_SCHEMA = 1  # of `Calibration` and of what its figures mean
 MAX_VARIANTS = 3  # distinct plans over the steps of one request: each may cost a compiled model one recompile
 
 
-class PolicyError(ValueError):
+class PolicyError(SagePatchError, ValueError):
     """A policy that does not fit the model. The message holds every error found, one a line."""
 
 

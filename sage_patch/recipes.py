@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from sage_patch.errors import SagePatchError
+
 Smooth = Literal["none", "k", "q", "qk"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
 QK_BITS = (4, 8)  # widths of Q and K that are computed
 
 
-class UnsupportedCall(ValueError):
+class UnsupportedCall(SagePatchError, ValueError):
     """The call cannot be computed as asked: no kernel covers it, and the exact path was not allowed or not asked."""
 
 

@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "kernels")]
-
-from kernel_calls import Extras, forward, make_call  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests")]
 
 from sage_patch.evaluation.bench.measure import environment, median_ms  # noqa: E402
+from zoo.kernel_calls import Extras, forward, make_call  # noqa: E402
 
 HEADS, DIM, ROWS = 32, 128, 16
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.judge import LADDER, Judge
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
 from sage_patch.kernels import ops
@@ -45,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 Scores = dict[str, list[dict[str, float]]]  # recipe -> the metrics of every captured call
 
 
-class AblationError(ValueError):
+class AblationError(SagePatchError, ValueError):
     """Nothing to ablate; the message says what was seen and what to do."""
 
 

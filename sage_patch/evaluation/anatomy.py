@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.ablation import Captured, attend
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
 from sage_patch.kernels import ops
@@ -29,7 +30,7 @@ UNIT = 1e-5  # maps are stored in whole numbers of it
 TILE = 128  # tokens in the tile whose groups are shown
 
 
-class AnatomyError(ValueError):
+class AnatomyError(SagePatchError, ValueError):
     """The site or head that was asked for is not among the captured ones; the message names those."""
 
 

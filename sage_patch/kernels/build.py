@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sage_patch.errors import SagePatchError
+
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL")
@@ -34,7 +36,7 @@ _MARK = re.compile(r"^// Architectures: (.+)$", re.MULTILINE)
 _SERIALIZED = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7519")
 
 
-class BuildError(RuntimeError):
+class BuildError(SagePatchError, RuntimeError):
     """The library could not be built; the message says what was asked for, what was found, and what to do."""
 
 

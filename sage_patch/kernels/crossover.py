@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sage_patch.errors import SagePatchError
 from sage_patch.kernels import build
 from sage_patch.recipes import RECIPES
 
@@ -29,7 +30,7 @@ OPS = {recipe.name: f"{recipe.column}_op" for recipe in RECIPES.values() if reci
 Card = dict[str, Any]  # {"measured": how, "head_dims": {"128": {"full" | "causal": {recipe: length or None}}}}
 
 
-class TableError(ValueError):
+class TableError(SagePatchError, ValueError):
     """A table file that cannot be read; the message names the file and what to do."""
 
 

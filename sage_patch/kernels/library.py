@@ -8,7 +8,6 @@ library cannot see (devices, dtypes); shapes and limits are checked in C and com
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sage_patch import backends
 from sage_patch.args import Args, key_padding
+from sage_patch.errors import SagePatchError
 from sage_patch.kernels import torch_private
 from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
@@ -49,7 +49,7 @@ _NO_EXTRAS = EXTRAS.pack(left=-1, right=-1)
 _NOWHERE = PLACE.pack()
 
 
-class KernelError(RuntimeError):
+class KernelError(SagePatchError, RuntimeError):
     """The library refused a call or a launch failed."""
 
 
@@ -199,10 +199,6 @@ def _pack(
         or args.right > 0 or args.softcap or args.sinks is not None or args.cu_seqlens_q is not None
     ):  # fmt: skip
         items, extras, kept = _pack_extras(args, padding, shape, index)
-        if args.cu_seqlens_q is not None:  # tokens of no sequence are not written
-            out.zero_()
-            if lse is not None:
-                lse.fill_(-math.inf)
     packed = CALL.pack(
         size=SIZE, flags=flags, device=index, capability=capability, dtype=code, recipe=pv,
         batch=items, heads=heads, kv_heads=ks[1], q_len=q_len, kv_len=ks[2], head_dim=head_dim,

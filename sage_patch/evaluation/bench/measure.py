@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sage_patch.args import plain
 from sage_patch.backends import CROSSOVER_HEADS, capabilities, named
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.bench.peers import PACKAGES, PEERS, Run
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
 from sage_patch.kernels import crossover, library, ops
@@ -38,7 +39,7 @@ _FLUSH_BYTES = 256 << 20
 _CHECKED_ROWS = 512
 
 
-class BenchError(ValueError):
+class BenchError(SagePatchError, ValueError):
     """The benchmark cannot run here or was asked for something that is not there."""
 
 

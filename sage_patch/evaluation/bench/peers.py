@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_patch.errors import SagePatchError
+
 Run = Callable[[], Tensor]
 Maker = Callable[[Tensor, Tensor, Tensor, bool], Run]
 
 
-class PeerMissing(RuntimeError):
+class PeerMissing(SagePatchError, RuntimeError):
     """The peer's package is not installed; the message names it."""
 
 

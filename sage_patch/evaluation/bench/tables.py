@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.tables import Table, plain, write_whole
 from sage_patch.kernels.crossover import Card
 
@@ -25,7 +26,7 @@ COLUMNS = {
 ERRORS = {"sage2_op": "rel L1", "sage2_pv_fp16_op": "rel L1, FP16 PV", "fa3_fp8_kernel": "rel L1, FA3 FP8"}
 
 
-class PlotError(ValueError):
+class PlotError(SagePatchError, ValueError):
     """The plot cannot be drawn; the message says what to install."""
 
 

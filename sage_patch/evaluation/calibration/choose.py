@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sage_patch.backends import named
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration.score import ALL, Bucket, Group
 from sage_patch.kernels import ops
 from sage_patch.policy import AttentionSite, Plan, Policy, Rule, Span
@@ -22,7 +23,7 @@ EXACT = "exact"
 Choice = dict[tuple[str, str], str]  # (site, bucket) -> rung
 
 
-class ChoiceError(ValueError):
+class ChoiceError(SagePatchError, ValueError):
     """An unknown card, or a choice that cannot be written as rules."""
 
 

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration import choose
 from sage_patch.evaluation.calibration.choose import EXACT, Choice, CostModel
 from sage_patch.evaluation.calibration.score import MAX_WORK, Group, buckets_for, score_sites
@@ -34,7 +35,7 @@ _SLACK = 1.1  # of the longest run so far is what the next one is expected to ta
 _SAFETY = 0.9  # of the allowed damage is aimed at, because errors are not quite independent
 
 
-class CalibrationError(ValueError):
+class CalibrationError(SagePatchError, ValueError):
     """No policy can be written; the message says what was asked, how far it got and what to do."""
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration.score import Bucket, Group
 from sage_patch.evaluation.environment import environment
 from sage_patch.evaluation.judge import Judge
@@ -18,7 +19,7 @@ NAME = "calibrate_state.json"
 BEFORE = "calibrate_state.before.json"  # of the setting before this one
 
 
-class StateError(ValueError):
+class StateError(SagePatchError, ValueError):
     """A file could not be written; the message says which, that nothing was lost, and what to do."""
 
 

@@ -11,10 +11,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from sage_patch.errors import SagePatchError
 from sage_patch.recipes import nearest
 
 
-class TargetError(ValueError):
+class TargetError(SagePatchError, ValueError):
     """A target that cannot be read, or that this kind of task cannot measure."""
 
 

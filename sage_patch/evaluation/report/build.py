@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.report import sections as show
 from sage_patch.evaluation.report.anatomy import ablation, anatomy
 from sage_patch.evaluation.report.blocks import Grid, Node, Section
@@ -33,7 +34,7 @@ KINDS = {
 }
 
 
-class ReportError(ValueError):
+class ReportError(SagePatchError, ValueError):
     """A file that a report cannot be made of; the message says what was found and what is taken."""
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernel_calls import Extras
 from torch import Tensor
 
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_value, exp2, exp2_band, to_half
+from zoo.kernel_calls import Extras
 
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
 
