@@ -46,7 +46,8 @@ const Backend *backend_of(int capability) {
     if (row.capability == capability) return row.backend;
     snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10, row.capability % 10);
   }
-  fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10, capability % 10, held);
+  fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10, capability % 10,
+       *held ? held : "none");
   return nullptr;
 }
 

@@ -21,7 +21,8 @@ from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_code, e4m3_value, to_half
 from sage_patch.reference.emulator.forward import FP8_OFFSET, NO_KEYS, finish
 from sage_patch.reference.emulator.logits import LN2
-from sage_patch.reference.emulator.prepare import E4M3_MAX, LOG2E, TINY, int8_scale, int8_values, quantize_queries
+from sage_patch.reference.emulator.prepare import TINY, int8_scale, int8_values, quantize_queries
+from sage_patch.reference.quantize import E4M3_MAX, LOG2E
 
 PAGE_TOKENS = ti.TILE_TOKENS
 TAIL_TOKENS = 2 * PAGE_TOKENS

@@ -18,7 +18,9 @@ from sage_patch.recipes import Granularity, Tiling
 from sage_patch.reference.emulator.tile_image import V_SIGNIFICANCE
 
 E4M3_MAX = 448.0
-# Smallest amax that is not treated as zero: below it 127 / amax would overflow float32.
+LOG2E = 1.4426950408889634
+# Smallest amax that is not treated as zero: below it 127 / amax would overflow float32. The kernels stop earlier, at
+# emulator.prepare.TINY.
 _TINY = 1e-36
 
 # Rows of Q per warp, and query rows and keys per tile, of the two tensor-core families.
