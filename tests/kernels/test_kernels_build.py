@@ -103,7 +103,7 @@ def test_a_unit_is_compiled_for_what_it_names(monkeypatch: pytest.MonkeyPatch, t
         assert f"-DSAGE2_ARCHITECTURES={','.join(wanted)} " in text
         found = re.findall(r"build (\w+)\.cu\.o: .*\n  targets = (.*)", text)
         assert f"link {' '.join(f'{unit}.cu.o' for unit, _ in found)}\n" in text
-        return {unit: re.findall(r"code=(\w+)", options) for unit, options in found}
+        return {unit: re.findall(r",code=(\w+)", options) for unit, options in found}
 
     assert targets("90") == {"fwd_a": ["sm_90a"], "api": ["sm_90a"]}
     assert targets("89") == {"fwd_b": ["sm_89"], "api": ["sm_89"]}
