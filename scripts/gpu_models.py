@@ -5,15 +5,18 @@
 lm: the trained language models in bf16, 16 windows of held-out text: KL(unpatched || patched) per recipe, beside bf16's
 own noise KL(float32 || bf16), and KL(bf16 || bf16 by another exact kernel), which two bf16 runs differ by anyway.
 wan, cogvideox, flux: random weights in the shape of Wan-2.1-14B (3 layers,
-75,600 tokens), CogVideoX-5B (6 layers, 17,776 tokens) and Flux-dev (4 + 8 layers, 4,608 tokens): one forward pass,
-median of CUDA-event times, with torch's default attention, FlashAttention-3 where installed, and patched; the outputs
-are compared in the same run and the peak memory is read beside.
+75,600 tokens), CogVideoX-5B (6 layers, 17,776 tokens) and Flux-dev (4 + 8 layers, 4,608 tokens): one forward pass with
+torch's default attention, patched with everything exact (the control: what the patch itself costs), FlashAttention-3
+where installed, and patched. The ways take turns, round by round, each from half a second of rest: `burst_ms` is the
+first pass after it, `ms` the mean of the passes that follow for over a second. Medians over the rounds; the outputs are
+compared in the same run and the peak memory is read beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -37,6 +40,7 @@ from sage_patch.policy import Policy
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
+PATCHED = ("exact", *RECIPES)
 
 
 def language_models() -> list[dict[str, Any]]:
@@ -167,7 +171,7 @@ def _patched(model: nn.Module, recipe: str) -> Iterator[Any]:
         yield handle
 
 
-def shape(part: str, repeats: int) -> dict[str, Any]:
+def shape(part: str, rounds: int) -> dict[str, Any]:
     title, make, attention = SHAPES[part]
     torch.manual_seed(0)
     default = torch.get_default_dtype()
@@ -176,57 +180,72 @@ def shape(part: str, repeats: int) -> dict[str, Any]:
         model, inputs = make()
     torch.set_default_dtype(default)
     model.eval()
-    row: dict[str, Any] = {"model": title, "attention": attention, "repeats": repeats}
+    row: dict[str, Any] = {"model": title, "attention": attention, "rounds": rounds}
     ways: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
         "sdpa_default": contextlib.nullcontext,
+        **{name: (lambda name=name: _patched(model, name)) for name in PATCHED},
         "fa3_bf16": _FlashAttention3,
-        **{recipe: (lambda recipe=recipe: _patched(model, recipe)) for recipe in RECIPES},
     }
+    if importlib.util.find_spec("fa3_fwd_interface") is None:
+        row["fa3_bf16"] = {"unavailable": "fa3-fwd is not installed"}
+        del ways["fa3_bf16"]
+    run = lambda: model(**inputs, return_dict=False)[0]  # noqa: E731
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     exact: Tensor | None = None
     with torch.no_grad():
-        for name, way in ways.items():
-            try:
-                with way() as handle:
-                    out, ms, peak = _timed(lambda: model(**inputs, return_dict=False)[0], repeats)
-                    ran = (
-                        sorted({(r["recipe"], r["reason"], r["backend"]) for r in handle.stats()})
-                        if name in RECIPES
-                        else None
-                    )
-            except ImportError as error:
-                row[name] = {"unavailable": str(error)}
-                continue
-            exact = out if exact is None else exact
-            row[name] = {"ms": ms, "peak_gib": peak, "relative_l1": relative_l1(out, exact), "ran": ran}
-            print(part, name, row[name], flush=True)
-    for name in ("fa3_bf16", *RECIPES):
-        if "ms" in row.get(name, {}):
-            row[name]["speedup_over_default"] = row["sdpa_default"]["ms"] / row[name]["ms"]
-            row[name]["peak_over_default"] = row[name]["peak_gib"] / row["sdpa_default"]["peak_gib"]
+        for turn in range(rounds):
+            for name in [*list(ways)[turn % len(ways) :], *list(ways)[: turn % len(ways)]]:
+                with ways[name]() as handle:
+                    if turn == 0:
+                        torch.cuda.reset_peak_memory_stats()
+                        out = run()
+                        exact = out if exact is None else exact
+                        row[name] = {
+                            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+                            "relative_l1": relative_l1(out, exact),
+                            "bit_equal": torch.equal(out, exact),
+                            "ran": _ran(handle) if name in PATCHED else None,
+                        }
+                    times[name].append(_timed(run))
+                print(part, turn, name, times[name][-1], flush=True)
+    for name, found in times.items():
+        row[name] |= {
+            "burst_ms": statistics.median(burst for burst, _ in found),
+            "ms": statistics.median(sustained for _, sustained in found),
+            "each_ms": [round(sustained, 3) for _, sustained in found],
+        }
+        row[name]["speedup_over_default"] = row["sdpa_default"]["ms"] / row[name]["ms"]
+        row[name]["peak_over_default"] = row[name]["peak_gib"] / row["sdpa_default"]["peak_gib"]
     return row
 
 
-def _timed(run: Callable[[], Tensor], repeats: int) -> tuple[Tensor, float, float]:
-    """(output, median milliseconds, peak GiB) after two warm-up calls."""
-    for _ in range(2):
-        out = run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return out, statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
+def _ran(handle: sage_patch.Handle) -> list[tuple[str, str, str]]:
+    return sorted({(r["recipe"], r["reason"], r["backend"]) for r in handle.stats()})
+
+
+def _timed(run: Callable[[], Tensor]) -> tuple[float, float]:
+    """(milliseconds of the first pass after half a second of rest, mean milliseconds of those of the next second)."""
+
+    def passes(count: int) -> float:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(count):
+            run()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last)
+
+    passes(1)
+    time.sleep(0.5)
+    burst = passes(1)
+    count = max(1, int(1200 / burst))
+    return burst, passes(count) / count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="lm,wan,cogvideox,flux")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     from sage_patch.evaluation.environment import environment
@@ -242,7 +261,7 @@ def main() -> None:
     for part in options.parts.split(","):
         start = time.perf_counter()
         try:
-            record[part] = language_models() if part == "lm" else shape(part, options.repeats)
+            record[part] = language_models() if part == "lm" else shape(part, options.rounds)
         except Exception as error:  # the other parts are still worth having
             record[part] = {"error": f"{type(error).__name__}: {error}"}
             print(part, record[part], flush=True)
