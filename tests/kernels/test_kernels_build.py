@@ -19,7 +19,7 @@ from sage_patch import backends
 from sage_patch.kernels import build, library
 from sage_patch.recipes import UnsupportedCall
 
-NEEDS_NVCC = pytest.mark.skipif(build.find_nvcc() is None or build.find_ninja() is None, reason="no nvcc or no ninja")
+NEEDS_NVCC = pytest.mark.nvcc
 # Instructions of the main loop (one 64 x 128 tile): budget and expected tensor-core instructions.
 LOOPS = {  # head_dim of the images, FP16 PV, channels of V: budget, tensor-core instructions
     (128, 0, 128): (436, {"IGMMA.64x128x32": 4, "QGMMA.64x136x32": 4}),
