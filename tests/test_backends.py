@@ -106,6 +106,17 @@ def test_what_nothing_computes_is_refused(bits: int, pv: str) -> None:
         Recipe("new", bits, pv)  # type: ignore[arg-type]
 
 
+def test_a_recipe_of_the_reference_alone_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six bits where a width is added: between INT4 and INT8 in precision, and never run by the Hopper kernel."""
+    monkeypatch.setattr("sage_patch.recipes.QK_BITS", (4, 6, 8))
+    six = Recipe("qk_int6_pv_fp16", 6, "fp16", smooth="qk", self_test_bound=0.07)
+    monkeypatch.setitem(RECIPES, six.name, six)
+    errors = {r["recipe"]: r for r in self_test() if r["device"] == "cpu"}
+    assert errors[six.name]["result"] == "ok"
+    assert errors["qk_int8_pv_fp16"]["error"] < errors[six.name]["error"] < errors["qk_int4_pv_fp16"]["error"] / 2
+    assert why_not(six, CALL._replace(backend="sm90", device="cuda"), NO_LIMITS) == "variant"
+
+
 def test_a_recipe_without_a_bound_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "new", Recipe("new", 8, "fp16", smooth="k"))
     row = next(r for r in self_test() if r["recipe"] == "new" and r["device"] == "cpu")
