@@ -37,7 +37,8 @@ SITES = [
 
 KEYS = """version recipe rules match layers role steps reason score on_unsupported quantize_fp32 min_q_len min_kv_len
 calibration model path package gguf sha256 dtype device meta task kind prompts text windows window_tokens seeds
-arguments policy compare targets max_kl min_psnr evaluate lpips needle_lengths seed output first last from to << blocks skip name
+arguments policy compare targets max_kl min_psnr evaluate lpips needle_lengths seed output first last from to <<
+blocks skip name
 a.b {0} %s 0 ~ true é""".split()
 VALUES = [
     "", "~", "null", "true", "on", "0", "1", "-1", "1.5", "1e-3", "1e999", ".inf", "-.inf", ".nan", "010", "0x1f",
