@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sage_patch.kernels import library
+from sage_patch.kernels import library, shared
 from sage_patch.kernels.stopwatch import Stopwatch
 from sage_patch.recipes import Recipe, parse_recipe
 from sage_patch.reference.attention import quantized_attention
@@ -34,22 +34,25 @@ class CallKey(NamedTuple):
     reason: str
 
 
-_COUNTS: Counter[CallKey] = Counter()
+_COUNTS: Counter[CallKey] = shared.keep("counts", Counter())
 
 
 def counts(prefix: str = "") -> dict[CallKey, int]:
     """Calls so far at sites whose key starts with `prefix`."""
-    return {k: n for k, n in _COUNTS.items() if k.site.startswith(prefix)}
+    with shared.LOCK:
+        return {k: n for k, n in _COUNTS.items() if k.site.startswith(prefix)}
 
 
 def reset_counts(prefix: str = "") -> None:
-    for key in [k for k in _COUNTS if k.site.startswith(prefix)]:
-        del _COUNTS[key]
+    with shared.LOCK:
+        for key in [k for k in _COUNTS if k.site.startswith(prefix)]:
+            del _COUNTS[key]
 
 
 def add_count(key: CallKey) -> None:
-    """Count one call that runs beside the operator, in eager mode only."""
-    _COUNTS[key] += 1
+    """Count one call; from any thread. Calls that run beside the operator do so themselves, in eager mode only."""
+    with shared.LOCK:
+        _COUNTS[key] += 1
 
 
 class ObservedCall(NamedTuple):
@@ -66,7 +69,7 @@ class ObservedCall(NamedTuple):
     top_left: bool
 
 
-_OBSERVERS: list[Callable[[ObservedCall], None]] = []
+_OBSERVERS: list[Callable[[ObservedCall], None]] = shared.keep("observers", [])
 
 
 @contextlib.contextmanager
@@ -80,7 +83,7 @@ def observe(observer: Callable[[ObservedCall], None]) -> Iterator[None]:
         _OBSERVERS.remove(observer)
 
 
-_STOPWATCHES: list[Stopwatch] = []
+_STOPWATCHES: list[Stopwatch] = shared.keep("stopwatches", [])
 
 
 @contextlib.contextmanager
@@ -118,7 +121,7 @@ def prepare(device: torch.device) -> None:
         library.load()
 
 
-_LIBRARY = torch.library.Library("sage_patch", "DEF")
+_LIBRARY = shared.Operators()
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_starts, Tensor? kv_lens, "
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, int left, int right, bool top_left, "
@@ -209,7 +212,7 @@ def _body(
 ) -> tuple[Tensor, Tensor | None]:
     chosen = _parse_recipe(recipe)
     backend = "exact" if chosen.is_exact else backend_for(query.device)
-    _COUNTS[CallKey(site, recipe, backend, reason)] += 1
+    add_count(CallKey(site, recipe, backend, reason))
     for observer in _OBSERVERS:
         seen = with_run(attn_mask, kv_starts, kv_lens, key.shape[2])
         observer(ObservedCall(site, query, key, value, seen, scale, left, right, top_left))
@@ -349,7 +352,7 @@ def _attention_fake(
 
 
 def _count(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
-    _COUNTS[CallKey(site, recipe, "exact", reason)] += 1
+    add_count(CallKey(site, recipe, "exact", reason))
 
 
 def _count_fake(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
@@ -359,8 +362,8 @@ def _count_fake(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
 for _device in _DEVICES:
     _LIBRARY.impl("attention", _attention, _device.upper())
     _LIBRARY.impl("count", _count, _device.upper())
-torch.library.register_fake("sage_patch::attention", _attention_fake, lib=_LIBRARY)
-torch.library.register_fake("sage_patch::count", _count_fake, lib=_LIBRARY)
+_LIBRARY.fake("attention", _attention_fake)
+_LIBRARY.fake("count", _count_fake)
 
 TICKET = torch.zeros(1)
 attention = torch.ops.sage_patch.attention.default
