@@ -336,7 +336,11 @@ def _command() -> str:
 
 
 def _folder(path: Path) -> Path:
-    """The folder, made before the work and not after it."""
+    """The folder, made before the work and not after it. ConfigError if something else has the name."""
+    from sage_patch.config import ConfigError
+
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"the output must be a folder, and {path} is a file")
     path.mkdir(parents=True, exist_ok=True)
     return path
 

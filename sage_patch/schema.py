@@ -32,11 +32,13 @@ SpanField = Annotated[Span, PlainValidator(Span.parse), PlainSerializer(Span.wri
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class RuleSpec(Section):
     """The YAML form of `policy.Rule`."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # scores of equal outputs
 
     match: str = "*"
     layers: SpanField | None = None
@@ -47,9 +49,17 @@ class RuleSpec(Section):
     reason: str | None = None
     score: dict[str, float] | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> RuleSpec:
+        if self.recipe is None and self.on_unsupported is None and self.reason is None:
+            raise ValueError("changes nothing: give it a recipe, on_unsupported or a reason")
+        return self
+
 
 class CalibrationSpec(Section):
     """The YAML form of `policy.Calibration`. Whether it fits a model is asked where the two meet."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # PSNR of equal pictures
 
     schema_version: int
     model_hash: str

@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from sage_patch import cli
-from sage_patch.config import load_policy, load_run_config
+from sage_patch.config import ConfigError, load_policy, load_run_config
 from sage_patch.evaluation import tables, text
 
 ROOT = Path(__file__).parent.parent
@@ -195,3 +195,9 @@ def test_a_policy_file_can_be_used_by_program_and_by_run(tmp_path: Path) -> None
     (tmp_path / "p.yaml").write_text("version: 1\nrecipe: qk_int8_pv_fp16\nquantize_fp32: true\n")
     config = load_run_config(TINY, [f"policy={tmp_path / 'p.yaml'}"])
     assert config.policy.build() == load_policy(tmp_path / "p.yaml")
+
+
+def test_an_output_that_is_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("x")
+    with pytest.raises(ConfigError, match="the output must be a folder, and .*taken is a file"):
+        cli._folder(tmp_path / "taken")

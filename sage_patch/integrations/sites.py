@@ -74,7 +74,7 @@ def own_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _describe(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionSite:
     stack, index, depth = place_of(name, modules)
-    config = getattr(module, "config", None)
+    config = _config_of(module)
     heads = _first_int(module, config, ("num_heads", "num_attention_heads", "n_heads"))
     groups = getattr(module, "num_key_value_groups", None)
     kv_heads = _first_int(module, config, ("num_key_value_heads", "num_kv_heads"))
@@ -113,6 +113,14 @@ def _role(name: str, module: nn.Module) -> Literal["self", "cross", "joint"]:
     if "cross" in words or "encoder_attn" in words or "encdecattention" in words.replace("_", ""):
         return "cross"
     return "cross" if getattr(module, "is_cross_attention", False) is True else "self"
+
+
+def _config_of(module: nn.Module) -> object:
+    """The configuration of the module's own layer, where those of a model's layers differ."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or not getattr(config, "is_heterogeneous", False):
+        return config
+    return config.per_layer_config[layer] if isinstance(layer, int) else None
 
 
 def _first_int(module: nn.Module, config: object, names: tuple[str, ...]) -> int | None:
