@@ -34,7 +34,7 @@ _HOME = {
     "Rule": "policy",
     "ConfigError": "config",
     "load_policy": "config",
-    "QuantizedCache": "integrations.kv_cache",
+    "QuantizedCache": "integrations.quantized_cache",
 }
 
 __all__ = ["__version__", *_HOME]

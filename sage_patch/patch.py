@@ -3,7 +3,7 @@
 What apply() changes, all of it on the model itself and all of it put back by revert():
   1. transformers: every configuration object that the model's modules hold is replaced by a copy whose attention
      implementation is "sage2" (a copy, because other models may share the original);
-  2. diffusers: every attention processor gets a subclass of its own class;
+  2. elsewhere: every object whose own code attends, a module or its processor, gets a subclass of its own class;
   3. every attention site gets one private attribute, its tag;
   4. if the policy has rules by denoising step, the pipeline's scheduler gets a subclass of its own class.
 No class, function or registry default of another package is replaced; names, parameters and state-dict keys stay.
@@ -21,24 +21,17 @@ from typing import Any
 from torch import nn
 
 from sage_patch.fingerprint import hash_of, why_stale
-from sage_patch.integrations import sites as site_finder
 from sage_patch.integrations.configurations import config_copies, mask_styles
-from sage_patch.integrations.diffusers import (
-    carrier_of,
-    denoisers,
-    find_processor_sites,
-    is_diffusers_model,
-    is_patched,
-    patch_processor,
-    unpatch_processor,
-    unreached_modules,
-)
-from sage_patch.integrations.sites import TAG, SiteTag
+from sage_patch.integrations.diffusers import denoisers
+from sage_patch.integrations.intercept import carriers_of, is_patched, patch, unpatch
+from sage_patch.integrations.sites import Site, find_sites, tagged_modules, unwrapped
 from sage_patch.integrations.source import MaskStyle
 from sage_patch.integrations.steps import StepClock, StepSwitch, scheduler_problem, stepped_sites
+from sage_patch.integrations.tags import TAG, SiteTag
 from sage_patch.integrations.transformers import OwnAttentionError, register
+from sage_patch.integrations.unreached import Unreached, unreached_modules
 from sage_patch.kernels import ops
-from sage_patch.policy import AttentionSite, Plan, Policy, PolicyError, resolve
+from sage_patch.policy import Plan, Policy, PolicyError, resolve
 from sage_patch.recipes import parse_recipe
 
 _HANDLE_NUMBERS = itertools.count(1)
@@ -55,12 +48,12 @@ class Handle:
     model keep their plan but are not counted or reverted by it.
     """
 
-    def __init__(self, plan: Plan, token: str, unrouted: list[tuple[str, str]]):
+    def __init__(self, plan: Plan, token: str, unreached: list[Unreached]):
         self.plan = plan
         self._token = token
-        self._unrouted = unrouted
+        self._unreached = unreached
         self._configs: list[tuple[nn.Module, str, Any]] = []
-        self._processors: list[Any] = []
+        self._carriers: list[Any] = []
         self._tagged: list[nn.Module] = []
         self._switch: StepSwitch | None = None
         self._clock: StepClock | None = None
@@ -121,8 +114,7 @@ class Handle:
                 "  the pipeline's scheduler was replaced after apply(): rules by step need revert() and apply()"
             )
         lines += [f"  {name}: its processor was replaced after apply(); apply again" for name in self._replaced()]
-        for name, class_name in self._unrouted:
-            lines.append(f"  {name}: not patched, {class_name} computes attention in its own code")
+        lines += [f"  {unreached}" for unreached in self._unreached]
         return "\n".join(lines)
 
     def _replaced(self) -> list[str]:
@@ -161,8 +153,8 @@ class Handle:
             module.__dict__.pop(TAG, None)
         for module, attribute, original in self._configs:
             module.__dict__[attribute] = original
-        for carrier in [*self._processors, *(carrier_of(module) for module in self._tagged)]:
-            unpatch_processor(carrier)  # also those that diffusers made anew from a patched one's class
+        for carrier in [*self._carriers, *(c for module in self._tagged for c in carriers_of(module))]:
+            unpatch(carrier)  # also those that diffusers made anew from a patched one's class
         self._final_counts = ops.counts(self._token)
         ops.reset_counts(self._token)
 
@@ -186,25 +178,24 @@ def apply(model: Any, policy: Policy | None = None) -> Handle:
     for device in {parameter.device for root in found.roots for parameter in root.parameters()}:
         ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
     token = f"h{next(_HANDLE_NUMBERS)}/"
-    handle = Handle(plan, token, found.unrouted)
-    styles = mask_styles(found.routed) if found.routed else {}
+    handle = Handle(plan, token, found.unreached)
+    styles = mask_styles([(s.site, s.module) for s in found.routed]) if found.routed else {}
     replacements = [r for root in found.roots for r in config_copies(root, styles)] if found.routed else []
-    tags = [(module, _tag(site, module, plan, policy, token, styles)) for site, module in found.sites]
+    tags = [(s.module, _tag(s, plan, policy, token, styles)) for s in found.sites]
 
     if found.routed:
         register()
     for module, attribute, original, replacement in replacements:
         module.__dict__[attribute] = replacement
         handle._configs.append((module, attribute, original))
-    for _, module in found.processed:
-        carrier = carrier_of(module)
+    for carrier in (c for s in found.sites for c in s.carriers):
         if not is_patched(carrier):  # one processor may serve several sites
-            patch_processor(carrier)
-            handle._processors.append(carrier)
+            patch(carrier)
+            handle._carriers.append(carrier)
     for module, tag in tags:
         module.__dict__[TAG] = tag
         handle._tagged.append(module)
-    _follow_steps(model, handle, {site.name: (module, module.__dict__[TAG]) for site, module in found.sites})
+    _follow_steps(model, handle, {s.name: (s.module, s.module.__dict__[TAG]) for s in found.sites})
     return handle
 
 
@@ -248,20 +239,19 @@ def stats() -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Found:
-    """What _inspect saw: sites that ask transformers' registry, sites with a diffusers processor, and the rest."""
+    """What _inspect saw. parts: what gets patched, by the prefix of its sites' names."""
 
-    parts: dict[str, nn.Module]  # what gets patched, by the prefix of its sites' names
-    routed: list[tuple[AttentionSite, nn.Module]]
-    processed: list[tuple[AttentionSite, nn.Module]]
-    unrouted: list[tuple[str, str]]
+    parts: dict[str, nn.Module]
+    sites: list[Site]
+    unreached: list[Unreached]
 
     @property
     def roots(self) -> list[nn.Module]:
         return list(self.parts.values())
 
     @property
-    def sites(self) -> list[tuple[AttentionSite, nn.Module]]:
-        return self.routed + self.processed
+    def routed(self) -> list[Site]:
+        return [site for site in self.sites if site.is_routed]
 
 
 def _inspect(model: Any) -> _Found:
@@ -271,36 +261,31 @@ def _inspect(model: Any) -> _Found:
         if not isinstance(model, nn.Module):
             raise PatchError(f"apply() takes a torch.nn.Module or a diffusers pipeline; got {type(model).__name__}")
         parts = {"": model}
-    routed, processed, unrouted = [], [], []
+    sites, unreached = [], []
     for prefix, root in parts.items():
         if hasattr(root, "_orig_mod"):
             raise PatchError("the model is already compiled: apply sage_patch first, then torch.compile(model)")
-        tagged = [name for name, module in root.named_modules() if TAG in module.__dict__]
+        tagged = [name for name, _ in tagged_modules(root)]
         if tagged:
             raise PatchError(
                 f"{type(root).__name__} is already patched ({len(tagged)} sites, first {tagged[0]!r}); "
                 "call revert() on its handle first"
             )
-        inner = _without_adapters(root)
-        here = find_processor_sites(inner, prefix)
-        routed += site_finder.find_sites(inner)
-        processed += here
-        if is_diffusers_model(inner):
-            unrouted += [(prefix + n, class_name) for n, class_name in unreached_modules(inner)]
-        else:
-            taken = {id(module) for _, module in here}
-            own = site_finder.own_attention_modules(inner)
-            unrouted += [(prefix + n, type(m).__name__) for n, m in own if id(m) not in taken]
-    if not routed and not processed:
+        inner = unwrapped(root)
+        here = find_sites(inner, prefix)
+        sites += here
+        unreached += unreached_modules(inner, here, prefix)
+    if not sites:
         name = type(model).__name__
-        if unrouted:
-            where, what = unrouted[0]
+        if unreached:
+            first = unreached[0]
+            where = f"{first.class_name} at {first.name!r}" + (f": {first.why}" if first.calls else "")
             raise OwnAttentionError(
-                f"{name} computes attention in its own code ({what} at {where!r}), "
+                f"{name} computes attention in its own code ({where}), "
                 "which sage_patch does not reach; the model is unchanged"
             )
         raise PatchError(f"{name} has no attention site that sage_patch knows; nothing to patch")
-    return _Found(parts, routed, processed, unrouted)
+    return _Found(parts, sites, unreached)
 
 
 def _resolve(model: Any, policy: Policy, found: _Found) -> Plan:
@@ -309,7 +294,7 @@ def _resolve(model: Any, policy: Policy, found: _Found) -> Plan:
     stale = why_stale(policy.calibration, found.parts) if policy.calibration is not None else None
     if stale:
         raise PolicyError(stale)
-    plan = resolve(policy, [site for site, _ in found.sites], has_steps=bool(found.processed) and not found.routed)
+    plan = resolve(policy, [s.site for s in found.sites], has_steps=not found.routed)
     scheduler = _scheduler_of(model)
     problem = scheduler_problem(model, scheduler) if scheduler is not None and stepped_sites(plan) else None
     if problem:
@@ -335,17 +320,9 @@ def _follow_steps(model: Any, handle: Handle, tagged: dict[str, tuple[nn.Module,
         handle._clock.attach()
 
 
-def _without_adapters(model: nn.Module) -> nn.Module:
-    """The model inside a PEFT wrapper, so that site names are the model's own."""
-    base = getattr(model, "get_base_model", None)
-    return base() if callable(base) else model
-
-
-def _tag(
-    site: AttentionSite, module: nn.Module, plan: Plan, policy: Policy, token: str, styles: dict[int, MaskStyle]
-) -> SiteTag:
+def _tag(site: Site, plan: Plan, policy: Policy, token: str, styles: dict[int, MaskStyle]) -> SiteTag:
     choice = plan.choice(site.name)
-    config = getattr(module, "config", None)
+    config = getattr(site.module, "config", None)
     return SiteTag(
         key=token + site.name,
         group=token + "*",

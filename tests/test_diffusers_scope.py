@@ -11,7 +11,7 @@ from torch import nn
 
 import sage_patch
 import zoo.diffusers_matrix as zoo
-from sage_patch.integrations import diffusers as seam
+from sage_patch.integrations import diffusers, sdpa
 from sage_patch.policy import Policy
 from tiny import EVERYTHING
 
@@ -43,7 +43,7 @@ def test_an_exception_inside_leaves_nothing_behind():
         hook = model.blocks[1].attn1.norm_k.register_forward_hook(fail)
         run(model, inputs)
     hook.remove()
-    assert seam._RUNNING.tag is None
+    assert sdpa.RUNNING.tag is None
     assert processors(model) == before
     assert torch.equal(run(model, inputs), reference)
 
@@ -134,4 +134,4 @@ def test_denoisers_are_found_by_what_they_are(component):
     class Pipeline:
         components = {component: model, "prior": model, "vae": nn.Linear(2, 2), "scheduler": object()}
 
-    assert list(seam.denoisers(Pipeline())) == [component]
+    assert list(diffusers.denoisers(Pipeline())) == [component]

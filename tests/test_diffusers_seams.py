@@ -13,7 +13,7 @@ from torch import nn
 import sage_patch
 import zoo.diffusers_matrix as zoo
 from sage_patch.dispatch import UnsupportedCall
-from sage_patch.integrations import diffusers as seam
+from sage_patch.integrations import intercept
 from sage_patch.policy import Policy
 from tiny import EVERYTHING, EXACT
 
@@ -60,7 +60,7 @@ def test_processors_made_anew_from_a_patched_class_are_reverted_too():
                 module.set_processor(module.processor.__class__())
         run(model, inputs)
         assert recipes(handle) == ALL_QUANTIZED
-    assert not any(seam.is_patched(m.processor) for m in model.modules() if hasattr(m, "processor"))
+    assert not any(intercept.is_patched(m.processor) for m in model.modules() if hasattr(m, "processor"))
     assert torch.equal(run(model, inputs), reference)
 
 
@@ -301,7 +301,7 @@ def test_saved_files_know_nothing_of_the_patch(tmp_path):
         model.save_pretrained(tmp_path)
     assert all(b"sage" not in path.read_bytes().lower() for path in tmp_path.iterdir())
     loaded = type(model).from_pretrained(tmp_path)
-    assert not any(seam.is_patched(m.processor) for m in loaded.modules() if hasattr(m, "processor"))
+    assert not any(intercept.is_patched(m.processor) for m in loaded.modules() if hasattr(m, "processor"))
     assert torch.allclose(run(loaded, inputs), reference, atol=1e-5)  # mapped memory is aligned differently
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from sage_patch.dispatch import UnsupportedCall, attend_pages, tick
 from sage_patch.integrations.masks import MaskPattern, pattern_of
-from sage_patch.integrations.sites import SiteTag
+from sage_patch.integrations.tags import SiteTag
 from sage_patch.pages import Pages
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sage_patch.integrations.sites import TAG, SiteTag
 from sage_patch.integrations.source import runs_on_scheduler_copies
+from sage_patch.integrations.tags import TAG, SiteTag
 from sage_patch.policy import Choice, Plan, PolicyError
 from sage_patch.recipes import parse_recipe
 

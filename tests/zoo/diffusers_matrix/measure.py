@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import sage_patch
-from sage_patch.integrations.diffusers import unreached_modules
+from sage_patch.integrations.sites import find_sites
 from sage_patch.integrations.transformers import OwnAttentionError
+from sage_patch.integrations.unreached import unreached_modules
 from sage_patch.policy import Policy
 
 from .build import build, outputs
@@ -39,7 +40,7 @@ def measure(denoiser) -> dict:
     model = build(denoiser)
     record: dict = {
         "kind": denoiser.kind,
-        "unreached": dict(collections.Counter(c for _, c in unreached_modules(model))),
+        "unreached": dict(collections.Counter(u.class_name for u in unreached_modules(model, find_sites(model)))),
     }
     if denoiser.name in LEFT_OUT:
         roles = collections.Counter(site.role for site in sage_patch.plan(model).sites)
