@@ -98,7 +98,7 @@ def calls_of(family: zoo.Family) -> Iterator[tuple[str, Seen, collections.Counte
             with mock.patch.object(adapter, "describe", described), mock.patch.object(adapter, "choose", chosen):
                 zoo.outputs(model, inputs)
             elsewhere: collections.Counter = collections.Counter()
-            for row in handle.stats():
+            for row in handle.rows():
                 if row["reason"].startswith("argument_") or row["reason"] == "output_attentions":
                     elsewhere[row["reason"]] += row["calls"]
         yield kind, seen, elsewhere

@@ -23,7 +23,7 @@ def test_cross_attention_over_short_text_stays_exact_by_default():
     with sage_patch.applied(model, Policy(quantize_fp32=True)) as handle:
         run(model, inputs)
         role = {s.name: s.role for s in handle.plan.sites}
-        found = {(role[r["site"]], r["recipe"], r["reason"]) for r in handle.stats()}
+        found = {(role[r["site"]], r["recipe"], r["reason"]) for r in handle.rows()}
     assert ("cross", "exact", "short_kv") in found and ("self", "qk_int8_pv_fp8", "") in found
     assert not any(r == "cross" and recipe != "exact" for r, recipe, _ in found)
 
@@ -96,7 +96,7 @@ def test_two_threads():
             thread.join()
         assert all(torch.equal(x, quantized) for x in results["patched"]) and len(results["patched"]) == 10
         assert all(torch.equal(x, reference) for x in results["other"]) and len(results["other"]) == 10
-        assert {r["calls"] for r in handle.stats()} == {11}
+        assert {r["calls"] for r in handle.rows()} == {11}
 
 
 @pytest.mark.parametrize(

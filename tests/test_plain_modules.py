@@ -32,7 +32,7 @@ SITES = {
 
 def recipes(handle: sage_patch.Handle) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
-    for row in handle.stats():
+    for row in handle.rows():
         key = row["recipe"], row["reason"]
         found[key] = found.get(key, 0) + row["calls"]
     return found
@@ -85,7 +85,7 @@ def test_compiled_as_one_graph(kind):
             compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
             for _ in range(2):
                 assert torch.allclose(zoo.outputs(compiled, inputs), eager, atol=1e-5)
-            rows = [(r["recipe"], r["calls"]) for r in handle.stats() if r["site"] == "*"]
+            rows = [(r["recipe"], r["calls"]) for r in handle.rows() if r["site"] == "*"]
             assert rows == [(recipe, 2 * zoo.calls(kind))]
     assert torch.equal(zoo.outputs(plain, inputs), reference)
 
@@ -115,7 +115,7 @@ def test_policies_by_name_layer_and_role():
     ]
     with sage_patch.applied(model, Policy(quantize_fp32=True, min_q_len=1, min_kv_len=1, rules=rules)) as handle:
         zoo.outputs(model, inputs)
-        assert {(r["site"], r["recipe"]) for r in handle.stats()} == {
+        assert {(r["site"], r["recipe"]) for r in handle.rows()} == {
             ("blocks.0.self_attn", "qk_int8_pv_fp8"),
             ("blocks.0.cross_attn", "exact"),
             ("blocks.1.self_attn", "qk_int8_pv_fp16"),

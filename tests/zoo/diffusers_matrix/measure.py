@@ -53,7 +53,7 @@ def measure(denoiser) -> dict:
     try:
         with sage_patch.applied(model, EXACT) as handle:
             record["exact_difference"] = difference(outputs(model, fed), expected)
-            rows = handle.stats()
+            rows = handle.rows()
     except OwnAttentionError as error:
         return record | {"outcome": "refused", "refusal": str(error), "calls": 0}
     record["outcome"] = "routed"
@@ -64,7 +64,7 @@ def measure(denoiser) -> dict:
         with sage_patch.applied(model, policy) as handle:
             record[f"{name}_difference"] = difference(outputs(model, fed), expected)
             calls: collections.Counter = collections.Counter()
-            for row in handle.stats():
+            for row in handle.rows():
                 calls[" ".join(filter(None, (row["recipe"], row["reason"])))] += row["calls"]
             record[f"{name}_calls"] = dict(calls)
     record["revert_difference"] = difference(outputs(model, fed), expected)
