@@ -27,7 +27,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"dispatch", "recipes", "reference", "kernels"},
     "fingerprint": {"policy"},
     "integrations": {"dispatch", "attention", "pages", "policy", "recipes"},
-    "patch": {"integrations", "fingerprint", "dispatch", "attention", "kernels", "policy", "recipes"},
+    "handle": {"integrations", "kernels", "policy"},
+    "patch": {
+        "handle",
+        "config",
+        "integrations",
+        "fingerprint",
+        "dispatch",
+        "attention",
+        "kernels",
+        "policy",
+        "recipes",
+    },
     "evaluation": {
         "patch",
         "fingerprint",
@@ -42,7 +53,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
     "__main__": {"cli"},
     "_hook": {"integrations"},
-    "": {"_hook", "attention", "dispatch", "config", "integrations", "patch", "policy", "recipes"},  # __init__: lazily
+    "": {
+        "_hook",
+        "attention",
+        "dispatch",
+        "config",
+        "handle",
+        "integrations",
+        "patch",
+        "policy",
+        "recipes",
+    },  # __init__: lazily
 }
 STANDARD_LIBRARY_ONLY = {"policy", "recipes"}
 MAY_IMPORT_HUGGING_FACE = {

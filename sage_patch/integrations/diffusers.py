@@ -30,14 +30,30 @@ def denoisers(pipeline: Any) -> dict[str, nn.Module]:
         return {}
     found: dict[str, nn.Module] = {}
     for name, part in components.items():
-        denoises = name in DENOISERS or (type(part).__module__ + ".").startswith(_DENOISER_PACKAGES)
-        if isinstance(part, nn.Module) and denoises and not any(part is other for other in found.values()):
+        if not isinstance(part, nn.Module) or not _runs(part) or any(part is other for other in found.values()):
+            continue
+        if name in DENOISERS or (type(part).__module__ + ".").startswith(_DENOISER_PACKAGES):
             found[name] = part
     return found
 
 
+def scheduler_for(pipeline: Any, denoiser: str) -> str:
+    """The component name of the scheduler whose steps a denoiser runs in: the one that shares the beginning of its name
+    (prior_scheduler of prior_prior), else "scheduler"; "" if there is none."""
+    names = [n for n, part in pipeline.components.items() if n.endswith("scheduler") and part is not None]
+    own = [n for n in names if f"{denoiser}_".startswith(n.removesuffix("scheduler")) and n != "scheduler"]
+    return max(own, key=len, default="scheduler" if "scheduler" in names else "")
+
+
 def is_diffusers_model(model: nn.Module) -> bool:
     return any(base.__module__.startswith("diffusers.") for base in type(model).__mro__)
+
+
+def _runs(part: nn.Module) -> bool:
+    """Whether a component computes something. A container of weights for others, as MotionAdapter, has an empty
+    forward, which names nothing that it could call."""
+    code = getattr(type(part).forward, "__code__", None)
+    return code is None or bool(code.co_names)
 
 
 def heads_of(module: nn.Module) -> tuple[int | None, int | None, int | None]:

@@ -21,23 +21,21 @@ from torch import nn
 from sage_patch.dispatch import UnsupportedCall
 from sage_patch.integrations.diffusers import dispatchers
 from sage_patch.integrations.rebind import LEFT_ALONE, package_of, rebound_methods
-from sage_patch.integrations.sdpa import RUNNING, sdpa
+from sage_patch.integrations.sdpa import RUNNING, leave, sdpa
 from sage_patch.integrations.tags import TAG
 
 
 def carriers_of(module: nn.Module) -> list[Any]:
     """The objects whose classes compute a module's attention; empty if it is not reached.
 
-    A processor of diffusers is always told the module that it runs for. One of others may not be, so that the module
-    is intercepted beside it.
+    Where a processor attends, the module is intercepted beside it: the processor may not be told whom it works for,
+    and one that is put in its place later is noticed.
     """
     cls, processor = type(module), getattr(module, "processor", None)
-    if package_of(cls) == "diffusers" and callable(processor):
-        return [processor] if _reached(type(processor)) else []
     if package_of(cls) in LEFT_ALONE or _is_processor_class(cls):
         return []
-    if callable(processor) and _reached(type(processor)):
-        return [processor, module]
+    if callable(processor) and (_reached(type(processor)) or package_of(cls) == "diffusers"):
+        return [processor, module] if _reached(type(processor)) else []
     return [module] if _reached(cls) else []
 
 
@@ -54,8 +52,8 @@ def patch(carrier: Any) -> None:
 
 def unpatch(carrier: Any) -> None:
     """Give an object back the class it had; nothing happens to one that is not patched."""
-    if is_patched(carrier):
-        cls = type(carrier)
+    cls = type(carrier)
+    if "_sage_patch_original" in vars(cls):  # not in one that someone derived from it since: without a tag it is inert
         object.__setattr__(carrier, "__class__", cls._sage_patch_original)
         _exchange_bound_methods(carrier, cls, cls._sage_patch_original)
 
@@ -126,6 +124,9 @@ def _module_entry(inner: Callable) -> Callable:
         outer, tag = RUNNING.tag, self.__dict__.get(TAG)
         if tag is not None and tag.refusal:
             raise UnsupportedCall(tag.refusal)
+        if tag is not None and tag.by_processor and not is_patched(self.processor):
+            leave(tag, "processor_replaced")
+            tag = None
         RUNNING.tag = tag
         try:
             return inner(self, *args, **kwargs)

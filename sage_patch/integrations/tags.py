@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sage_patch.integrations.source import MaskStyle
@@ -24,7 +24,8 @@ class SiteTag:
     key: counter key of this site; group: counter key of its whole model, used inside compiled graphs, where a
     string per layer would make every layer a graph of its own. original: the implementation before apply().
     style: what the masks of this module's model look like, and so what no mask means. refusal: why the site cannot run
-    now, "" if it can. by_step: the recipe holds for the denoising step that is running only.
+    now, "" if it can. by_step: the recipe holds for the denoising step that is running only. by_processor: an object
+    that the module holds attends for it. handle: what apply() returned, kept here for as long as the site is patched.
     """
 
     key: str
@@ -37,6 +38,8 @@ class SiteTag:
     exact_reason: str = "policy"
     refusal: str = ""
     by_step: bool = False
+    by_processor: bool = False
+    handle: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or unpickled model keeps its plan and counts apart from the original: it has no handle, and so
@@ -44,4 +47,4 @@ class SiteTag:
         site = self.key.partition("/")[2]
         refusal = _COPY_REFUSAL.format(site) if self.by_step else self.refusal
         rest = (self.recipe, self.on_unsupported, self.limits, self.original, self.style, self.exact_reason)
-        return SiteTag, (COPY_PREFIX + site, COPY_PREFIX + "*", *rest, refusal, self.by_step)
+        return SiteTag, (COPY_PREFIX + site, COPY_PREFIX + "*", *rest, refusal, self.by_step, self.by_processor)

@@ -20,6 +20,8 @@ from sage_patch.integrations.sites import Site, plain_modules
 from sage_patch.integrations.source import is_routed
 
 SDPA = "scaled_dot_product_attention"
+# Processors of diffusers that a pipeline switches on, and what switches them off.
+_CURES = {"Sliced": "disable_attention_slicing()", "XFormers": "disable_xformers_memory_efficient_attention()"}
 _SOFTMAX = re.compile("_?softmax")
 # Functions that attend, by the names that their packages give them.
 _ATTENDING = re.compile(
@@ -31,23 +33,28 @@ _ATTENDING = re.compile(
 class Unreached(NamedTuple):
     """A module whose attention does not pass through sage_patch, and the functions that it calls for it.
 
-    beside: the module is a site, and calls these as well.
+    beside: the module is a site, and calls these as well. processor: the class of the object that attends for it.
     """
 
     name: str
     class_name: str
     calls: tuple[str, ...] = ()
     beside: bool = False
+    processor: str = ""
 
     def __str__(self) -> str:
         if self.beside:
             return f"{self.name}: also calls {' and '.join(self.calls)}, which is not patched"
-        why = f" ({self.why})" if self.calls else ""
+        why = f" ({self.why})" if self.why else ""
         return f"{self.name}: not patched, {self.class_name} computes attention in its own code" + why
 
     @property
     def why(self) -> str:
-        """What is called, and for torch's own function why that does not help; "" if nothing was found."""
+        """What is called, and for torch's own function why that does not help; "" if nothing was found. For processors
+        that others switch on, how they are switched off."""
+        if self.processor:
+            cure = next((cure for words, cure in _CURES.items() if words in self.processor), "set_attn_processor(...)")
+            return f"its processor is {self.processor}; call {cure} before apply()"
         if not self.calls:
             return ""
         text = f"it calls {' and '.join(self.calls)}"
@@ -82,7 +89,10 @@ def unreached_modules(model: nn.Module, sites: list[Site], prefix: str = "") -> 
             attends = _attends(name, module, names)
         if attends:
             cls: Any = type(module)
-            found.append(Unreached(prefix + name, cls.__name__, _attending(cls) or _attending(cls, words=_SOFTMAX)))
+            calls = _attending(cls) or _attending(cls, words=_SOFTMAX)
+            processor = getattr(module, "processor", None)
+            used = type(processor).__name__ if callable(processor) else ""
+            found.append(Unreached(prefix + name, cls.__name__, calls, processor=used))
     return found[::-1]
 
 

@@ -39,12 +39,12 @@ _COUNTS: Counter[CallKey] = Counter()
 
 def counts(prefix: str = "") -> dict[CallKey, int]:
     """Calls so far at sites whose key starts with `prefix`."""
-    return {k: n for k, n in _COUNTS.items() if k.site.startswith(prefix)}
+    return {k: n for k, n in list(_COUNTS.items()) if k.site.startswith(prefix)}
 
 
 def reset_counts(prefix: str = "") -> None:
-    for key in [k for k in _COUNTS if k.site.startswith(prefix)]:
-        del _COUNTS[key]
+    for key in [k for k in list(_COUNTS) if k.site.startswith(prefix)]:
+        _COUNTS.pop(key, None)
 
 
 def add_count(key: CallKey) -> None:
