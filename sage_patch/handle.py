@@ -130,22 +130,18 @@ class Handle:
         for prefix, root in self._parts.items():
             if pipeline is not None and pipeline.components.get(prefix.rstrip(".")) is not root():
                 yield f"the pipeline's {prefix.rstrip('.')} was replaced after apply(); revert and apply again"
-        held = {module: name for name, module in self._held().items()}
+        roots = [(prefix, root) for prefix, ref in self._parts.items() if (root := ref()) is not None]
+        held = {module for _, root in roots for module in root.modules()}
         for name, ref in self._modules.items():
             module = ref()
             if module is None or module not in held:
                 yield f"{name}: its module was replaced after apply(), and is no longer part of the model; apply again"
             elif module.__dict__[TAG].by_processor and not is_patched(getattr(module, "processor", None)):
                 yield f"{name}: its processor was replaced after apply(); apply again"
-        for module, name in held.items():
-            if TAG not in module.__dict__:
-                yield f"{name}: came into the model after apply() and is not patched; revert and apply again"
+        for site in (site for prefix, root in roots for site in find_sites(root, prefix)):
+            if TAG not in site.module.__dict__:
+                yield f"{site.name}: came into the model after apply() and is not patched; revert and apply again"
         yield from self._bypassed()
-
-    def _held(self) -> dict[str, nn.Module]:
-        """The sites that the model holds now, whether patched or new."""
-        roots = ((prefix, ref()) for prefix, ref in self._parts.items())
-        return {s.name: s.module for prefix, root in roots if root is not None for s in find_sites(root, prefix)}
 
     def _bypassed(self) -> Iterable[str]:
         """Sites whose configuration no longer asks for ours: set_attn_implementation() was called since."""

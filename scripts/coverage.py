@@ -93,7 +93,7 @@ def calls_of(family: zoo.Family) -> Iterator[tuple[str, Seen, collections.Counte
             return choose(recipe, call, *rest)
 
         with sage_patch.applied(model, DEFAULT) as handle:
-            for module in handle._tagged:
+            for module in (ref() for ref in handle._modules.values()):
                 module.__dict__[TAG] = dataclasses.replace(module.__dict__[TAG], limits=LONG_ENOUGH)
             with mock.patch.object(adapter, "describe", described), mock.patch.object(adapter, "choose", chosen):
                 zoo.outputs(model, inputs)
