@@ -127,10 +127,10 @@ class Handle:
             if not clock.in_place:
                 yield "the pipeline's scheduler was replaced after apply(): rules by step need revert() and apply()"
         pipeline = self._pipeline()
-        for prefix, root in self._parts.items():
-            if pipeline is not None and pipeline.components.get(prefix.rstrip(".")) is not root():
+        for prefix, part in self._parts.items():
+            if pipeline is not None and pipeline.components.get(prefix.rstrip(".")) is not part():
                 yield f"the pipeline's {prefix.rstrip('.')} was replaced after apply(); revert and apply again"
-        roots = [(prefix, root) for prefix, ref in self._parts.items() if (root := ref()) is not None]
+        roots = [(prefix, root) for prefix, part in self._parts.items() if (root := part()) is not None]
         held = {module for _, root in roots for module in root.modules()}
         for name, ref in self._modules.items():
             module = ref()
