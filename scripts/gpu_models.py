@@ -73,7 +73,7 @@ def language_models() -> list[dict[str, Any]]:
                 for recipe, comparison in trials.items():
                     with sage_patch.applied(half, Policy(recipe=recipe, min_q_len=1, min_kv_len=1)) as handle:
                         comparison.add(half(window[None]).logits[0].float(), kept)
-                        calls[recipe] = handle.stats()
+                        calls[recipe] = handle.rows()
             prompt = windows[:1, :200]
             greedy = dict(max_new_tokens=48, do_sample=False, pad_token_id=0)
             before = half.generate(prompt, **greedy)[0, 200:]
@@ -220,7 +220,7 @@ def shape(part: str, rounds: int) -> dict[str, Any]:
 
 
 def _ran(handle: sage_patch.Handle) -> list[tuple[str, str, str]]:
-    return sorted({(r["recipe"], r["reason"], r["backend"]) for r in handle.stats()})
+    return sorted({(r["recipe"], r["reason"], r["backend"]) for r in handle.rows()})
 
 
 def _timed(run: Callable[[], Tensor]) -> tuple[float, float]:

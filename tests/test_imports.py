@@ -32,7 +32,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": {"arguments", "dispatch", "recipes", "reference", "kernels"},
     "fingerprint": {"policy"},
     "integrations": {"dispatch", "attention", "pages", "policy", "recipes", "backends", "args", "kernels"},
-    "patch": {"integrations", "fingerprint", "dispatch", "attention", "kernels", "policy", "recipes"},
+    "handle": {"integrations", "kernels", "policy"},
+    "patch": {
+        "handle",
+        "config",
+        "integrations",
+        "fingerprint",
+        "dispatch",
+        "attention",
+        "kernels",
+        "policy",
+        "recipes",
+    },
     "evaluation": {
         "patch",
         "fingerprint",
@@ -49,7 +60,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
     "__main__": {"cli"},
     "_hook": {"integrations"},
-    "": {"_hook", "attention", "dispatch", "config", "integrations", "patch", "policy", "recipes"},  # __init__: lazily
+    "": {
+        "_hook",
+        "attention",
+        "dispatch",
+        "config",
+        "handle",
+        "integrations",
+        "patch",
+        "policy",
+        "recipes",
+    },  # __init__: lazily
 }
 STANDARD_LIBRARY_ONLY = {"backends", "errors", "policy", "reasons", "recipes"}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say

@@ -66,11 +66,11 @@ def test_patched_models_attend_over_the_pages(kind: str, mask: Tensor | None) ->
     expected = logits(model, IDS, attention_mask=mask)
     with sage_patch.applied(model) as handle:
         got = in_pieces(model, QuantizedCache(model.config), mask=mask)
-        assert calls(handle.stats()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
+        assert calls(handle.rows()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
     assert "qk_int8_pv_fp8 x5 (cache)" in handle.report()
     real = mask.bool() if mask is not None else torch.ones_like(IDS, dtype=torch.bool)
     assert relative_l1(got[real], expected[real]) < 0.08
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss"])
@@ -82,14 +82,14 @@ def test_unpatched_models_get_tensors_and_the_use_is_counted(kind: str, implemen
     expected = logits(model, IDS, attention_mask=PADDED)
     got = in_pieces(model, QuantizedCache(model.config), mask=PADDED)
     assert relative_l1(got[PADDED.bool()], expected[PADDED.bool()]) < 0.08
-    assert calls(sage_patch.stats()) == {("exact", "cache_materialized"): 10}
-    assert {row["site"] for row in sage_patch.stats()} == {"QuantizedCache.0", "QuantizedCache.1"}
+    assert calls(sage_patch.rows()) == {("exact", "cache_materialized"): 10}
+    assert {row["site"] for row in sage_patch.rows()} == {"QuantizedCache.0", "QuantizedCache.1"}
 
 
 def test_the_flag_finds_the_pages_too() -> None:
     model = text_model("llama", "sage2")
     got = in_pieces(model, QuantizedCache(model.config))
-    assert calls(sage_patch.stats()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
+    assert calls(sage_patch.rows()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
     assert relative_l1(got, logits(text_model("llama"), IDS)) < 0.08
 
 
@@ -98,7 +98,7 @@ def test_an_exact_policy_computes_exactly_on_what_the_cache_holds() -> None:
     unpatched = in_pieces(model, QuantizedCache(model.config))
     with sage_patch.applied(model, EXACT) as handle:
         got = in_pieces(model, QuantizedCache(model.config))
-        assert calls(handle.stats()) == {("exact", "policy"): 12}
+        assert calls(handle.rows()) == {("exact", "policy"): 12}
     assert scaled_difference(got, unpatched) < 1e-5
 
 
@@ -112,7 +112,7 @@ def test_calls_that_pages_cannot_run_are_exact_with_their_reason() -> None:
         wide = torch.zeros(2, 1, 2, 33)
         wide[..., 0, -1] = torch.finfo(torch.float32).min
         model(input_ids=IDS[:, 31:33], past_key_values=cache, attention_mask=wide)
-        found = calls(handle.stats())
+        found = calls(handle.rows())
     assert found == {("exact", "dtype_float32"): 2, ("exact", "output_attentions"): 2, ("exact", "mask_float"): 2}
     with sage_patch.applied(model, Policy(on_unsupported="error", quantize_fp32=True)), torch.no_grad():
         wide = torch.zeros(2, 1, 1, 34)
@@ -126,7 +126,7 @@ def test_a_device_without_kernels_stores_and_computes_exactly(monkeypatch: pytes
     monkeypatch.setattr(ops, "backend_for", lambda device: "none")
     with sage_patch.applied(model) as handle:
         got = in_pieces(model, QuantizedCache(model.config))
-        assert calls(handle.stats()) == {("exact", "dtype_float32"): 2, ("exact", "no_kernel_for_cpu"): 10}
+        assert calls(handle.rows()) == {("exact", "dtype_float32"): 2, ("exact", "no_kernel_for_cpu"): 10}
     assert scaled_difference(got, exact) < 1e-5
 
 
@@ -137,7 +137,7 @@ def test_prefill_takes_the_ordinary_path_on_the_original_values() -> None:
     with torch.no_grad():
         got = model(input_ids=IDS, past_key_values=QuantizedCache(model.config)).logits
     assert torch.equal(got, expected)
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
 
 
 def filled_layer(length: int = 40, **options: Any) -> tuple[Any, Tensor, Tensor]:
@@ -154,12 +154,12 @@ def test_a_handle_is_a_tensor_without_data_until_it_is_computed_with() -> None:
     assert k.shape == v.shape == (2, 2, 43, 16) and k.shape[-2] == 43 and k.size(1) == 2 and k.dim() == 4
     assert k.dtype == torch.float32 and k.device.type == "cpu" and not k.requires_grad and k.is_contiguous()
     assert "CachedTensor(key" in repr(k) and "CachedTensor(value" in repr(v)
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
     part = k[:, :, -5:]
     assert type(part) is Tensor and part.shape == (2, 2, 5, 16)
     assert torch.allclose(part[:, :, 2:], key[:, :, :3], atol=0.05)
     assert torch.equal(torch.cat([v, v], dim=-2)[:, :, :43], v + 0) and k.transpose(2, 3).shape == (2, 2, 16, 43)
-    assert calls(sage_patch.stats()) == {("exact", "cache_materialized"): 1}  # once for the pair
+    assert calls(sage_patch.rows()) == {("exact", "cache_materialized"): 1}  # once for the pair
     cache.update(key, value, 0)
     with pytest.raises(RuntimeError, match="kept beyond its next change"):
         cache.layers[0].keys  # noqa: B018 - a new one is fine
@@ -192,7 +192,7 @@ def test_encoder_decoder_models_take_it_for_both_attentions() -> None:
             model(encoder_outputs=encoded, decoder_input_ids=decoded[:, i : i + 3], past_key_values=cache).logits
             for i in range(0, 12, 3)
         ]
-        assert calls(handle.stats())["qk_int8_pv_fp8", "cache"] == 2 * 2 * 3
+        assert calls(handle.rows())["qk_int8_pv_fp8", "cache"] == 2 * 2 * 3
     assert relative_l1(torch.cat(steps, dim=1), expected) < 0.01
 
 
@@ -469,7 +469,7 @@ def test_mixed_dtypes_of_autocast() -> None:
         cache = QuantizedCache(model.config)
         got = in_pieces(model, cache)
         assert cache.layers[0].pages.dtype == torch.bfloat16
-        assert calls(handle.stats())["qk_int8_pv_fp8", "cache"] == 10
+        assert calls(handle.rows())["qk_int8_pv_fp8", "cache"] == 10
     assert relative_l1(got.float(), expected) < 0.15
 
 
@@ -535,7 +535,7 @@ def test_a_trained_model_writes_the_same_text(trained: nn.Module, text: Tensor, 
     with sage_patch.applied(trained) as handle:
         cache = QuantizedCache(trained.config)
         got = generated(trained, prompt, cache, **options)
-        found = calls(handle.stats())
+        found = calls(handle.rows())
     assert found.pop(("exact", "dtype_float32")) == 8 and set(found) == {("qk_int8_pv_fp8", "cache")}
     assert cache.get_seq_length() == 300 + NEW - 1
     assert_same_until_a_near_tie(trained, prompt, got, want)
@@ -592,9 +592,9 @@ def test_assisted_generation_past_the_end_of_a_window() -> None:
         cache = QuantizedCache(model.config)
         with sage_patch.applied(model) as handle:
             assert generated(model, prompt, cache, **options).shape == (1, NEW)
-            assert ("exact", "cache_materialized") not in calls(handle.stats())
+            assert ("exact", "cache_materialized") not in calls(handle.rows())
         assert cache.get_seq_length() == 80 + NEW - 1
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
 
 
 @pytest.mark.parametrize("pieces", [[300, *[1] * 20], [64] * 5, [1, 319], [1, 127, 192]], ids=str)

@@ -122,7 +122,7 @@ def _text_parts(judge: TextJudge, trials: dict[str, Policy]) -> Work:
             exact = [needle.Found(**c | {"top": tuple(c["top"])}) for c in rows[0]["cells"]]
             with applied(judge.model, trials[name]) as handle:
                 found = ask()
-            calls = handle.stats()
+            calls = handle.rows()
         row = {"name": name, **needle.summary(found, exact), "cells": [asdict(f) for f in found], "calls": calls}
         rows.append(row)
 

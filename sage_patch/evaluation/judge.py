@@ -39,8 +39,8 @@ class Measured:
     before the first difference, share); of pictures: psnr, worst_psnr (dB, infinite where equal), ssim, worst_ssim,
     ms_ssim, worst_ms_ssim, and temporal_error of clips. A metric that does not exist here is absent, its reason in
     `unavailable`. seconds, attention_seconds: of the patched windows or pictures alone; baseline_seconds: the unpatched
-    model's for the same ones. peak_memory: bytes. calls: Handle.stats() over them. each: the figures of every window or
-    picture. prompt_calls: Handle.stats() of a text task's continuations; short prompts run exact and then test nothing.
+    model's for the same ones. peak_memory: bytes. calls: Handle.rows() over them. each: the figures of every window or
+    picture. prompt_calls: Handle.rows() of a text task's continuations; short prompts run exact and then test nothing.
     fastest, baseline_fastest: seconds and attention_seconds of the fastest window or picture, patched and unpatched: on
     a machine that does other work too, the ones to compare.
     """
@@ -174,7 +174,7 @@ class TextJudge(Judge):
             with applied(self.model, policy) as handle, measuring(self.device, cost, patched=True):
                 logits, _ = forward_logits(self.model, tokens)
             comparison.add(logits, self._exact_window(number))  # after it, so that its memory is not counted
-            for row in handle.stats():
+            for row in handle.rows():
                 calls[row["site"], row["recipe"], row["backend"], row["reason"]] += row["calls"]
         with applied(self.model, policy) as handle:
             prompts = self._prompts[: _first(share, len(self._prompts))]
@@ -191,7 +191,7 @@ class TextJudge(Judge):
         rows = [
             dict(zip(("site", "recipe", "backend", "reason", "calls"), (*k, n), strict=True)) for k, n in calls.items()
         ]
-        return replace(_measured(name, figures, {}, cost, self._cost, rows, each), prompt_calls=handle.stats())
+        return replace(_measured(name, figures, {}, cost, self._cost, rows, each), prompt_calls=handle.rows())
 
     @torch.no_grad()
     def run_exact(self, jobs: int = 1) -> None:
@@ -283,7 +283,7 @@ class PictureJudge(Judge):
                 unavailable["temporal_error"] = reasons[0].removeprefix(_UNAVAILABLE)
             else:
                 figures["temporal_error"] = fmean(e for e in errors if not isinstance(e, str))
-        measured = _measured(name, figures, unavailable, cost, self._cost, handle.stats(), each)
+        measured = _measured(name, figures, unavailable, cost, self._cost, handle.rows(), each)
         return measured, drawn
 
     def run_exact(self, jobs: int = 1) -> None:

@@ -137,7 +137,7 @@ def _draw(
             progress(label, before, total)
             drawn.append(drawer.draw(prompt, seed, lambda n, label=label, at=before: progress(label, at + n, total)))  # type: ignore[misc]
         progress(name, done + len(jobs) * steps, total)
-    calls = handle.stats() if handle is not None else []
+    calls = handle.rows() if handle is not None else []
     peak: int | str = "unavailable: only CUDA keeps a peak that a run can set back"
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(drawer.pipeline.device)

@@ -148,7 +148,7 @@ def _compare_windows(
                 logits, seconds = forward_logits(model, tokens)
             trial.comparison.add(logits, exact)
             trial.seconds.append(seconds)
-            for row in handle.stats():
+            for row in handle.rows():
                 trial.calls[row["site"], row["recipe"], row["backend"], row["reason"]] += row["calls"]
             trial.sites += [_site_error(name, outputs[name], exact_outputs[name]) for name in outputs]
             done += 1
@@ -240,7 +240,7 @@ def _compare_generation(
                 "agreement": metrics.greedy_agreement(tokens, expected),
             }
         )
-    return {"prompts": rows, "agreement": fmean(r["agreement"] for r in rows), "calls": handle.stats()}
+    return {"prompts": rows, "agreement": fmean(r["agreement"] for r in rows), "calls": handle.rows()}
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> Any:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 
 from sage_patch.dispatch import unify
 from sage_patch.integrations.quantized_cache_calls import Reading
-from sage_patch.integrations.sites import FLAG_PREFIX
+from sage_patch.integrations.tags import FLAG_PREFIX
 from sage_patch.pages import Pages
 
 _WINDOWED = ("sliding_attention", "chunked_attention")

@@ -31,7 +31,6 @@ from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
 from sage_patch.integrations.quantized_cache_calls import attend_cached, reading_of, why_exact
-from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import (
     STRICTEST_LAST,
     MaskStyle,
@@ -39,6 +38,7 @@ from sage_patch.integrations.source import (
     mask_style,
     modeling_file_of,
 )
+from sage_patch.integrations.tags import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.recipes import AUTO, EXACT, Limits, parse_recipe
 
 # Arguments of model.forward that transformers passes down to every attention function and that no implementation
