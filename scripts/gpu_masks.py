@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_patch.evaluation.bench.measure import environment, median_ms
+from sage_patch.evaluation.bench.measure import gpu_environment, median_ms
 from sage_patch.kernels import library
 from sage_patch.kernels.library import Extras
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     record: dict[str, Any] = {
-        "environment": environment(),
+        "environment": gpu_environment(),
         "command": f"python scripts/gpu_masks.py --length {options.length}",
     }
     record["rows"] = []

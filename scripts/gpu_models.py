@@ -43,7 +43,7 @@ def language_models() -> list[dict[str, Any]]:
     from sage_patch.config import load_run_config
     from sage_patch.evaluation.metrics import ExactWindow, TextComparison
     from sage_patch.evaluation.models import ModelError, load_text_model
-    from sage_patch.evaluation.text import text_windows
+    from sage_patch.evaluation.text_model import text_windows
 
     rows = []
     for name, config_file in (("lm-tiny-d128", "tiny.yaml"), ("SmolLM2-135M-Instruct", "quickstart.yaml")):
@@ -197,7 +197,7 @@ def shape(part: str, repeats: int) -> dict[str, Any]:
                 row[name] = {"unavailable": str(error)}
                 continue
             exact = out if exact is None else exact
-            row[name] = {"ms": ms, "peak_gib": peak, "relative_l1": relative_l1(out, exact), "ran": ran}
+            row[name] = {"ms": ms, "peak_gib": peak, "rel_l1": relative_l1(out, exact), "ran": ran}
             print(part, name, row[name], flush=True)
     for name in ("fa3_bf16", *RECIPES):
         if "ms" in row.get(name, {}):
