@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from sage_patch import cli
 from sage_patch.config import load_policy
-from sage_patch.evaluation import checkpoint, judge
+from sage_patch.evaluation import checkpoint, evaluate, judge
 from sage_patch.evaluation.calibration import search as calibrate
 from sage_patch.evaluation.calibration import state as calibrate_state
 from sage_patch.evaluation.calibration.choose import COST_MODELS, as_policy, cost, error, everywhere, upgrade_path
@@ -28,7 +28,7 @@ from sage_patch.evaluation.judge import LADDER, Measured
 from sage_patch.evaluation.steps import following
 from sage_patch.kernels import ops
 from sage_patch.kernels.ops import ObservedCall
-from sage_patch.policy import AttentionSite, Policy, resolve
+from sage_patch.policy import AttentionSite, Policy, Rule, Span, resolve
 from sage_patch.recipes import Limits
 from tiny_pipelines import save_text_to_video
 
@@ -190,6 +190,20 @@ def test_buckets_are_told_by_the_clock_of_the_patch(first: int) -> None:
     names = [b.name for b in buckets_of(length) for _ in b.steps]
     assert seen == [(request, step, names[step]) for request in (1, 2) for step in range(length)]
     assert type(scheduler) is FlowMatchEulerDiscreteScheduler
+
+
+def test_the_errors_of_sites_are_of_the_steps_that_run() -> None:
+    """The late expert's first, fourth and last call are steps 4, 7 and 9, of which the rule keeps the first exact."""
+    pair: Any = ExpertPair()
+    policy = Policy(recipe="qk_int8_pv_fp8", rules=(Rule(steps=Span.parse({"first": 0.5}), recipe="exact"),))
+    pair.plan = lambda policy: resolve(policy, [AttentionSite("early"), AttentionSite("late")], has_steps=True)
+    pair.progress = lambda label, done, total: None
+    calls = [{"site": site, "recipe": policy.recipe, "calls": n} for site, n in (("early", 4), ("late", 6))]
+    results: dict[str, Any] = {"rows": [{"name": "policy", "calls": calls, "each": [{}]}]}
+    evaluate._measure_sites(pair, policy, results)
+    early, late = results["sites"]
+    assert [c["step"] for c in late["calls"]] == [7, 9] and early["calls"] == []
+    assert results["worst_site"] == "late"
 
 
 # The choice
