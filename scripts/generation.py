@@ -348,7 +348,7 @@ def language_model(name: str, device: str) -> dict[str, Any]:
     """Load one of MODELS and measure it in all ways."""
     from sage_patch.config import load_run_config
     from sage_patch.evaluation.models import ModelError, load_text_model, quiet_loading
-    from sage_patch.evaluation.text import text_windows
+    from sage_patch.evaluation.text_model import text_windows
 
     quiet_loading()
     sizes = SIZES[device][name]

@@ -66,7 +66,7 @@ def test_a_second_family_runs_through_apply_stats_plan_and_env(monkeypatch: pyte
     twin = Twin(monkeypatch)
     with sage_patch.applied(model, policy) as handle:
         assert torch.equal(logits(model, ids), expected)
-        stats, plan = handle.stats(), handle.plan
+        stats, plan = handle.rows(), handle.plan
     assert {(r["recipe"], r["backend"]) for r in stats} == {("qk_int8_pv_fp8", "twin")}
     assert [recipe for _, recipe in twin.calls] == [RECIPES["qk_int8_pv_fp8"]] * sum(r["calls"] for r in stats)
     assert twin.prepared and plan is not None

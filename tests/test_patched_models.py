@@ -15,11 +15,11 @@ import torch
 import sage_patch
 from sage_patch.attention import UnsupportedCall
 from sage_patch.config import load_run_config
-from sage_patch.evaluation.ablation import capture, score
+from sage_patch.evaluation.calls import score
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.kernels import ops
 from sage_patch.policy import Policy, Rule, Span
-from tiny import EVERYTHING, logits, text_model, tokens
+from tiny import EVERYTHING, captured, logits, text_model, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -137,6 +137,6 @@ def test_a_planted_bad_layer_ranks_first():
     model, ids = text_model(num_hidden_layers=4), tokens(1, 200)
     with torch.no_grad():
         model.model.layers[2].self_attn.k_proj.weight[5] *= 1000
-    calls = capture(model, lambda m: m(ids), "toy")
-    errors = {c.call.site: score(c, "qk_int8_pv_fp8")["relative_l1"] for c in calls}
+    calls = captured(model, lambda: model(ids))
+    errors = {c.site: score(c, "qk_int8_pv_fp8")["rel_l1"] for c in calls}
     assert max(errors, key=errors.__getitem__) == "model.layers.2.self_attn"

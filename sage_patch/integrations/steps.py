@@ -1,9 +1,10 @@
 """Which denoising step of the request is running, and the tags that its sites carry then.
 
 StepSwitch holds the tags: it gives every site whose recipe depends on the step the tag of the step at hand, or, where
-no step is known, a tag that refuses calls. StepClock tells it the step by following the pipeline's scheduler object:
-one `step` of the scheduler ends one model evaluation, whether guidance took one call or two, on whichever expert.
-No hook on the model (it would break full-graph compilation) and no timestep is read (it would wait for the GPU).
+no step is known, a tag that refuses calls. StepClock tells it the step, or any other StepListener, by following the
+pipeline's scheduler object: one `step` of the scheduler ends one model evaluation, whether guidance took one call or
+two, on whichever expert. No hook on the model (it would break full-graph compilation) and no timestep is read (it would
+wait for the GPU).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -33,6 +34,16 @@ def stepped_sites(plan: Plan) -> list[str]:
         i for i, r in enumerate(plan.policy.rules) if r.steps is not None and (r.recipe or r.on_unsupported) is not None
     }
     return [name for name, rules in plan.matches.items() if not changes.isdisjoint(rules)]
+
+
+class StepListener(Protocol):
+    """What a StepClock tells the running step."""
+
+    def enter(self, step: int, num_steps: int) -> None:
+        """Step `step` (from 0) of `num_steps` runs next; PolicyError if that cannot be."""
+
+    def leave(self, why: str = ...) -> None:
+        """No step is running."""
 
 
 class StepSwitch:
@@ -78,7 +89,7 @@ class StepClock:
     a subclass. Nothing raises from there: another pipeline may use the same scheduler, and the sites refuse instead.
     """
 
-    def __init__(self, pipeline: Any, scheduler: Any, switch: StepSwitch, name: str = "scheduler"):
+    def __init__(self, pipeline: Any, scheduler: Any, switch: StepListener, name: str = "scheduler"):
         self.scheduler = scheduler
         self._name = name  # of the pipeline's component
         self._pipeline = pipeline
