@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.kernels import torch_private
 from sage_patch.recipes import AUTO
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,7 +44,7 @@ def check_tensors(query: Any, key: Any, value: Any, others: dict[str, Any]) -> N
             check_tensor(name, x)
             if x.device != query.device:
                 raise ValueError(f"query is on {query.device} but {name} is on {x.device}")
-    if not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack():
+    if not torch.compiler.is_compiling() and not torch_private.dispatch_modes_in_force():
         _check_kinds({"query": query, "key": key, "value": value} | others)
 
 

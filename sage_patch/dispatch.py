@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_patch.args import Args, PageArgs, key_padding
 from sage_patch.backends import named, why_not
-from sage_patch.kernels import crossover, ops
+from sage_patch.kernels import crossover, ops, torch_private
 from sage_patch.kernels.plain import in_layout, visibility_of, without_autocast
 from sage_patch.pages import Pages
 from sage_patch.reasons import is_error
@@ -138,7 +138,7 @@ def is_training(module_trains: bool) -> bool:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return module_trains
-    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+    return not (torch_private.forward_mode_is_on() or torch.is_inference_mode_enabled())
 
 
 def mask_kind(options: Options) -> Literal["none", "lengths", "padding", "bool", "float"]:

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"recipes", "backends", "args", "reference"},  # the reference only in plain.py: see below
     "pages": {"args", "backends", "reference", "kernels"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
-    "arguments": {"recipes"},
+    "arguments": {"recipes", "kernels"},
     "attention": {"arguments", "dispatch", "recipes", "reference", "kernels"},
     "fingerprint": {"policy"},
     "integrations": {"dispatch", "attention", "pages", "policy", "recipes", "backends", "args", "kernels"},
