@@ -19,12 +19,10 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from sage_patch.config import load_policy
 from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.handle import LOCK, Handle, PatchError, row_of, summary
 from sage_patch.integrations.configurations import config_copies, give_names_back, mask_styles
@@ -38,7 +36,7 @@ from sage_patch.integrations.transformers import OwnAttentionError, register
 from sage_patch.integrations.unreached import Unreached, unreached_modules
 from sage_patch.kernels import ops
 from sage_patch.policy import Plan, Policy, PolicyError, resolve
-from sage_patch.recipes import parse_recipe
+from sage_patch.recipes import parse_recipe, recipe_names
 
 _HANDLE_NUMBERS = itertools.count(1)
 Given = Policy | str | os.PathLike | Mapping[str, Any] | None
@@ -133,25 +131,20 @@ def model_hash(model: Any) -> str:
 
 
 def policy_of(given: Given) -> Policy:
-    """The policy that is meant by a Policy, a recipe's name, a file's path, a mapping, or None (the default)."""
+    """The policy that is meant: a Policy, None (the default), or what load_policy reads, that is a recipe's name, the
+    name of a policy that comes with the package, a file's path or a mapping."""
     if given is None or isinstance(given, Policy):
         return given or Policy()
-    if isinstance(given, Mapping):
-        return load_policy(given)
-    if not isinstance(given, (str, os.PathLike)):
+    if not isinstance(given, (str, os.PathLike, Mapping)):
         raise TypeError(
             "policy must be a Policy, a recipe's name, the path of a policy file or a mapping; "
             f"got {type(given).__name__}"
         )
-    if isinstance(given, str):
-        try:
-            return Policy(recipe=parse_recipe(given).name)
-        except ValueError as error:
-            if not os.path.exists(given):
-                raise PolicyError(
-                    f"policy {given!r} is neither a file (as load_policy reads) nor a recipe: {error}"
-                ) from None
-    return load_policy(Path(given))
+    if isinstance(given, str) and given in recipe_names():
+        return Policy(recipe=given)
+    from sage_patch.config import load_policy  # needs pydantic and PyYAML, which nothing above does
+
+    return load_policy(given)
 
 
 def rows() -> list[dict[str, Any]]:

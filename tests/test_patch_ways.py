@@ -15,9 +15,10 @@ from torch import nn
 
 import sage_patch
 import zoo.plain as zoo
+from sage_patch.config import ConfigError
 from sage_patch.kernels import ops
 from sage_patch.patch import PatchError
-from sage_patch.policy import Policy, PolicyError, Rule, Span
+from sage_patch.policy import Policy, Rule, Span
 from tiny import EVERYTHING, EXACT, logits, text_model, tokens
 
 IDS = tokens(2, 40)
@@ -41,8 +42,8 @@ def test_a_policy_is_a_name_a_path_a_mapping_or_a_policy(tmp_path: Path):
 @pytest.mark.parametrize(
     "policy, error, words",
     [
-        ("int9", PolicyError, "neither a file .* nor a recipe: unknown recipe 'int9'"),
-        ("missing.yaml", PolicyError, "load_policy"),
+        ("int9", ConfigError, "int9 is no file, no recipe and no policy that comes with the package"),
+        ("missing.yaml", ConfigError, "cannot read .*missing.yaml: No such file"),
         (3, TypeError, "policy must be .* got int"),
         ([], TypeError, "policy must be .* got list"),
         ({"recipes": "exact"}, ValueError, "recipes"),

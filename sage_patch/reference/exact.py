@@ -205,11 +205,26 @@ def _sdpa(
     grouped = heads != key.shape[1]
     if mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
+    if mask is not None and query.device.type == "cuda":
+        mask = _aligned(mask, key.shape[-2], query.dtype)
     if grouped and mask is not None:  # torch's fused kernels take either grouped heads or a mask
         key, value, grouped = _repeat(key, query), _repeat(value, query), False
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _aligned(mask: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
+    """The mask in rows of whole 16-byte pieces. cuDNN reads it so, whatever its strides are (an illegal access where
+    they are others), and the memory-efficient kernel refuses keys that are not side by side."""
+    each = 16 // dtype.itemsize
+    strides = [s for s, n in zip(mask.stride()[:-1], mask.shape, strict=False) if n > 1]
+    as_it_is = mask.shape[-1] == kv_len and mask.stride(-1) == 1 and kv_len % each == 0
+    if as_it_is and (mask.dtype == torch.bool or not any(s % each for s in (*strides, mask.storage_offset()))):
+        return mask
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    return F.pad(mask.expand(*mask.shape[:-1], kv_len), (0, -kv_len % each))[..., :kv_len]
 
 
 def _in_parts(
