@@ -145,7 +145,8 @@ def policy_of(given: Given) -> Policy:
         )
     if isinstance(given, str):
         try:
-            return Policy(recipe=parse_recipe(given).name)
+            parse_recipe(given)
+            return Policy(recipe=given)
         except ValueError as error:
             if not os.path.exists(given):
                 raise PolicyError(
