@@ -203,12 +203,9 @@ def test_processors_of_one_request_are_counted_and_strict_policies_refuse_them()
         assert (stats["calls"], stats["reasons"]) == (32, {"processor_replaced": 4})
         assert "attn1: its processor was replaced" in during[0] and "attn1: its" not in handle.report()
         assert "processor_replaced: a processor was replaced" in handle.report()
+    assert torch.equal(go(), reference)
     with sage_patch.applied(pipeline, STRICT), pytest.raises(UnsupportedCall, match=r"attn1: processor_replaced"):
         go()
-    for module in pipeline.unet.modules():  # what the request that failed left behind
-        if TAG not in module.__dict__ and type(getattr(module, "processor", None)).__name__.startswith("PAG"):
-            module.set_processor(type(next(iter(pipeline.unet.attn_processors.values())))())
-    assert torch.isfinite(reference).all()
 
 
 def test_modules_that_are_rebuilt_after_apply_are_named():
