@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -305,4 +306,4 @@ def test_a_module_in_training_mode_compiles_exact() -> None:
     model = text_model().train()
     with sage_patch.applied(model, Policy(quantize_fp32=True)), torch.no_grad():
         torch.compile(model, backend="aot_eager")(input_ids=tokens(1, 150), use_cache=False)
-    assert {key.reason for key in ops.counts()} == {"training"}
+        assert {key.reason for key in ops.counts()} == {"training"}

@@ -130,7 +130,9 @@ def test_rows_without_keys(device: str, name: str, dtype: torch.dtype, call: str
         assert not ours[0].grad[blind].any()
         for got, right in zip(ours, theirs, strict=True):
             assert torch.isfinite(got.grad).all()
-            error = (got.grad.double() - right.grad).abs().sum() / right.grad.abs().sum().clamp_min(1.0)
+            # one key has no gradient at all, but for roundings
+            size = right.grad.abs().sum().clamp_min(0.05 * right.grad.numel())
+            error = (got.grad.double() - right.grad).abs().sum() / size
             assert error < (1e-5 if dtype == torch.float32 else 0.02), error
 
 
