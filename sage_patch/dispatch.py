@@ -16,7 +16,7 @@ from torch import Tensor
 from sage_patch.args import Args, PageArgs, key_padding
 from sage_patch.backends import named, why_not
 from sage_patch.kernels import crossover, ops, torch_private
-from sage_patch.kernels.plain import in_layout, visibility_of, without_autocast
+from sage_patch.kernels.plain import in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
 from sage_patch.reasons import is_error
 from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, UnsupportedCall
@@ -82,7 +82,7 @@ def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
     """Under autocast a call takes autocast's dtype, float32 too, as SDPA's own autocast rule has it (float64 stays).
     Outside it mixed dtypes stay mixed and the call goes exact in their common dtype, out in query's dtype."""
     device = query.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not knows_autocast(device) or not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))

@@ -60,9 +60,15 @@ def _dense(
     )  # fmt: skip
 
 
+@torch.compiler.assume_constant_result
+def knows_autocast(device: str) -> bool:
+    """Whether a type of device has an autocast at all; some have none to switch off."""
+    return torch.amp.is_autocast_available(device)
+
+
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A block whose products keep their dtypes; devices that know no autocast have none to switch off."""
-    if not torch.amp.is_autocast_available(device.type):
+    if not knows_autocast(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
