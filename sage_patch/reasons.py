@@ -52,7 +52,7 @@ REASONS: dict[str, Reason] = {
     "function_mode": Reason("a torch function mode of diffusers waits for this very call, to change its result"),
     "argument_*": Reason("the call has the argument {}, which only its original function understands"),
     "processor_replaced": Reason("a processor was replaced after apply(), for good or for one request, and runs alone"),
-    "no_kernel_for_*": Reason("there is no quantized kernel for this {} device yet (sage-patch env names those it has)"),
+    "no_kernel_for_*": Reason("no quantized kernel runs on this {} device yet: sage-patch env names those there are"),
     # over a quantized cache
     "cache_materialized": Reason("the model itself computes with the cached keys, which were dequantized for it"),
     "position_bias": Reason("a learned position bias, which attention over the cache's pages does not add"),
