@@ -88,10 +88,6 @@ template<class C> SAGE2_DEV void load_stage(uint32_t s0, int stage, const uint8_
   copy_commit();
 }
 
-SAGE2_DEV uint32_t pack_s4(const float (&f)[8], float inverse) {
-  const uint32_t low = pack_s8(f[0], f[2], f[4], f[6], inverse), high = pack_s8(f[1], f[3], f[5], f[7], inverse);
-  return (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
-}
 // 16-bit rows -> quantized rows, their scales, and on request their dots with K's mean. A warp loads its own rows;
 // DIM / 8 lanes hold one, eight channels each.
 template<class C> SAGE2_DEV void load_rows(const Params &p, const Tile &t, uint32_t s0) {
