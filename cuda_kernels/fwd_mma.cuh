@@ -154,32 +154,26 @@ SAGE2_DEV void weigh(RowSums<C> &sums, const uint32_t (&P)[C::fragments][C::step
 }
 
 // ------------------------------------------------------------------ 64 keys
-// Marks what this thread's rows do not see of half `half`; entry bits: params and mask as in Halves.
+// Marks what this thread's rows of fragment m do not see of half `half`.
 template<class C>
-SAGE2_DEV void hide(const Params &p, int (&S)[C::fragments][8][4], uint32_t scratch, int half, int lane) {
-  const int c = lane & 3;
+SAGE2_DEV void hide(const Params &p, int (&S)[8][4], uint32_t scratch, int m, int half, int tid) {
+  const int r = tid % 32 / 4, c = tid & 3;
   if (!C::dense && p.mask.data) {
-    const int first = threadIdx.x / 32 * C::warp_rows, warp_row = first % 64 + lane / 4;  // in its 64 rows
+    const int first = tid / 32 * C::warp_rows;
     const int64_t tile = (int64_t)load_shared_int(scratch + WarpScratch::list) * p.blocks + half / 2;
     const uint32_t *bits = p.mask.bits + (tile * (C::rows / 64) + first / 64) * kMaskWords;
-    #pragma unroll
-    for (int m = 0; m < C::fragments; m++) {
-      const uint2 seen = __ldg((const uint2 *)(bits + mask_word(warp_row + 16 * m, c)));  // rows r and r + 8
-      hide_unset(S[m], 0, seen.x >> 16 * (half % 2));
-      hide_unset(S[m], 1, seen.y >> 16 * (half % 2));
-    }
+    const uint2 seen = __ldg((const uint2 *)(bits + mask_word(first % 64 + 16 * m + r, c)));  // rows r and r + 8
+    hide_unset(S, 0, seen.x >> 16 * (half % 2));
+    hide_unset(S, 1, seen.y >> 16 * (half % 2));
     return;
   }
   const int first = half * kHalfTokens, keys = load_shared_int(scratch + WarpScratch::keys);
-  const int newest = load_shared_int(scratch + WarpScratch::newest) + lane / 4;
   #pragma unroll
-  for (int m = 0; m < C::fragments; m++)
-    #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int mine = newest + 16 * m + 8 * h;
-      const int begin = C::dense || p.left >= kNoLimit ? 0 : mine - p.left - first;
-      hide_outside(S[m], h, begin, visible_keys(mine, keys, C::dense ? 0 : p.right) - first, c);
-    }
+  for (int h = 0; h < 2; h++) {
+    const int mine = load_shared_int(scratch + WarpScratch::newest) + r + 16 * m + 8 * h;
+    const int begin = C::dense || p.left >= kNoLimit ? 0 : mine - p.left - first;
+    hide_outside(S, h, begin, visible_keys(mine, keys, C::dense ? 0 : p.right) - first, c);
+  }
 }
 
 // Softcap, added masks, what Q's mean adds: a fragment's scores become float logits.
@@ -221,16 +215,19 @@ SAGE2_DEV void consume(const Params &p, RowSums<C> &sums, uint32_t s0, uint32_t 
   scores<C>(S, KIND == kLogits ? 0 : kMagicBits, s0 + C::at_q + first * C::pitch, s0 + C::at_k + stage * C::k_stage,
             lane, p.q_len);
   schedule_fence<1000>(p.q_len);
-  if (KIND == kSomeHidden || (KIND == kLogits && partial)) hide<C>(p, S, scratch, half, lane);
-  if constexpr (KIND == kLogits)
-    change<C>(p, decode<C::rows, C::dense>(p, blockIdx.x), S[0], s0, scratch, k_scale, half, lane,
-              partial && p.mask.data && p.mask.kind > kBool);
   uint32_t P[C::fragments][C::steps][4];
   float factors[C::fragments][2];
   bool moved = false;
   unrolled<0, C::fragments>([&](auto index) {
     constexpr int m = decltype(index)::value;
     if constexpr (m > 0) schedule_fence<1200 + m>(p.q_len);
+    if (KIND == kSomeHidden || (KIND == kLogits && partial)) {
+      hide<C>(p, S[m], scratch, m, half, thread_index());
+      schedule_fence<1300 + m>(p.q_len);
+    }
+    if constexpr (KIND == kLogits)
+      change<C>(p, decode<C::rows, C::dense>(p, blockIdx.x), S[m], s0, scratch, k_scale, half, lane,
+                partial && p.mask.data && p.mask.kind > kBool);
     moved |= softmax<C, KIND>(S[m], P[m], sums, m, factors[m], k_scale, s0 + C::at_scale + 4 * (first + lane / 4));
   });
   weigh<C>(sums, P, factors, C::pv == kPvFp16 && __any_sync(~0u, moved), s0 + C::at_v + stage * C::v_stage, lane,
@@ -374,49 +371,5 @@ __global__ void __launch_bounds__(C::threads, C::ctas) attention_mma(const __gri
   }
 }
 
-// ------------------------------------------------------------------ launches
-typedef void (*Kernel)(Params);
-struct Entry {
-  Kernel kernel;
-  int bytes, threads;
-};
-template<int DIM, Product PV, Family FAMILY, bool PACKED = false> Entry entry() {
-  typedef MmaConfig<DIM, PV, FAMILY, PACKED> C;
-  return {attention_mma<C>, C::bytes, C::threads};
-}
-template<int DIM, Family FAMILY> Entry entry(Product pv, bool packed) {
-  if constexpr (FAMILY == kAdjusted)
-    if (packed) return pv == kPvFp8 ? entry<DIM, kPvFp8, FAMILY, true>() : entry<DIM, kPvFp16, FAMILY, true>();
-  if constexpr (FAMILY == kDense)
-    if (pv == kPvFp16Split) return entry<DIM, kPvFp16Split, FAMILY>();
-  return pv == kPvFp8 ? entry<DIM, kPvFp8, FAMILY>() : entry<DIM, kPvFp16, FAMILY>();
-}
-template<Family FAMILY> Entry entry(int dim, Product pv, bool packed) {
-  if (dim == 64) return entry<64, FAMILY>(pv, packed);
-  return dim == 128 ? entry<128, FAMILY>(pv, packed) : entry<256, kPvFp8, FAMILY>();
-}
-
 }  // namespace
-
-template<Family FAMILY> cudaError_t load_family_mma(int capability) {
-  for (int i = 0; i < 3 * 3 * 2; i++) {
-    const int dim = 64 << i % 3;
-    const Product pv = (Product)(i / 3 % 3);
-    const bool packed = i / 9;
-    if (dim == 256 && pv != kPvFp8) continue;
-    if (pv == kPvFp8 && capability < 89) continue;
-    if (packed && capability > 90) continue;
-    const Entry e = entry<FAMILY>(dim, pv, packed);
-    const cudaError_t err = cudaFuncSetAttribute(e.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, e.bytes);
-    if (err != cudaSuccess) return err;
-  }
-  return cudaSuccess;
-}
-template<Family FAMILY> cudaError_t launch_family_mma(const Params &p, bool split, cudaStream_t stream) {
-  const Product pv = !p.fp16_pv ? kPvFp8 : split ? kPvFp16Split : kPvFp16;
-  const Entry e = entry<FAMILY>(padded_dim(p.head_dim), pv, p.int4 == kPackedInt4);
-  e.kernel<<<p.total, e.threads, e.bytes, stream>>>(p);
-  return cudaGetLastError();
-}
-
 }  // namespace sage2

@@ -3,7 +3,7 @@
 // A CTA has 128 query rows and takes 64 keys at a time, half an image. A warp owns 16 rows (a fragment) or 32 and all
 // 64 keys.
 // Registers, dim 128, two fragments: O 128, S 64 (P in its place), row state 8, 40 for addresses and operands: 255, two
-// CTAs of four warps an SM. One fragment (changed logits, sums in fp16, dim 256): O 64, S 32; eight warps.
+// CTAs of four warps an SM. One fragment (changed logits, sums in fp16, masked FP8, dim 256): O 64, S 32; eight warps.
 // Shared memory: Q once, two stages of K and V. Dim 128 FP16: 16 + 2 (8 + 16) = 64 KB, FP8: 16 + 2 (8 + 8) = 48 KB;
 // dim 256 FP8 (128 channels of V): 32 + 2 (16 + 8) = 80 KB. A CTA of sm_86, 89 and 120 may have 99 KB.
 #pragma once
@@ -26,9 +26,10 @@ template<int DIM, Product PV, Family FAMILY, bool PACKED> struct MmaConfig {
   static constexpr bool packed = PACKED;  // INT4, two a byte
   static constexpr bool fp8 = PV == kPvFp8, dense = FAMILY == kDense;
   static constexpr bool smooths = FAMILY == kAdjusted && DIM <= 128;  // INT4, Q's means
-  static constexpr int fragments = FAMILY == kAdjusted || PV == kPvFp16Split || DIM > 128 ? 1 : 2;
+  static constexpr bool narrow = FAMILY == kAdjusted || PV == kPvFp16Split || DIM > 128;
+  static constexpr int fragments = narrow || (FAMILY == kMasked && fp8 && DIM == 128) ? 1 : 2;
   static constexpr int rows = 128, warp_rows = 16 * fragments, threads = 2 * rows / fragments;
-  static constexpr int ctas = fragments == 1 ? 1 : DIM == 64 ? 3 : 2;  // an SM has registers for
+  static constexpr int ctas = fragments == 1 ? 1 : DIM == 64 && dense ? 3 : 2;  // an SM has registers for
   static constexpr int steps = kHalfTokens / (fp8 ? 32 : 16);          // of keys, in P V
   static constexpr float offset = fp8 ? kFp8Offset : PV == kPvFp16Split ? 8.f : kFp16Offset;
   static constexpr float slack = PV == kPvFp16 ? kFp16Slack : 0.f;
