@@ -1,0 +1,137 @@
+"""The mma.sync kernels, lane by lane on a CPU, against the emulator: no GPU, no nvcc.
+
+The source is the kernels' own, so operand layouts, swizzles, half images, barriers and what may be read before it is
+written are tested with it: the simulator ends the program at a bank conflict of ldmatrix, a misaligned or stray access,
+and shared memory begins as NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import pytest
+import torch
+from mma_simulator import Options, compile_simulator, simulate
+from torch import Tensor
+
+from sage_patch.reference.emulator import forward, forward_mma
+from sage_patch.reference.emulator.float32 import to_half
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiled = compile_simulator(tmp_path_factory.mktemp("lane_simulator"))
+    if compiled is None:
+        pytest.skip("no C++ compiler")
+    return compiled
+
+
+def inputs(heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, batch: int = 1) -> tuple[Tensor, ...]:
+    torch.manual_seed(dim + q_len + kv_len)
+    q = torch.randn(batch, heads, q_len, dim) + 0.5
+    k, v = (torch.randn(batch, kv_heads, kv_len, dim) + mean for mean in (1.0, 0.25))
+    return q, k, v
+
+
+def check(
+    library: ctypes.CDLL,
+    shape: tuple[int, int, int, int, int],
+    options: Options,
+    recipe: str,
+    dtype: torch.dtype = torch.float16,
+    batch: int = 1,
+    poison: bool = False,
+) -> None:
+    """The kernel's output is the emulator's, but for the last bits that contractions and orders of addition leave."""
+    query, key, value = (x.to(dtype) for x in inputs(*shape, batch=batch))
+    if poison:  # keys that no item has
+        for b, keys in enumerate(options.kv_lens or []):
+            start = 0 if options.kv_starts is None else options.kv_starts[b]
+            for x in (key, value):
+                x[b, :, :start] = math.nan
+                x[b, :, start + keys :] = math.nan
+    scale = 1 / math.sqrt(shape[-1])
+    asked = {
+        name: getattr(options, name)
+        for name in ("is_causal", "top_left", "kv_lens", "kv_starts", "left", "right", "attn_mask", "softcap", "sinks")
+    }
+    stages = forward.emulate(query, key, value, recipe=recipe, scale=scale, **asked)
+    expected, lse = forward_mma.attend(
+        stages, recipe=recipe, split=options.product == "split", sinks=options.sinks, softcap=options.softcap
+    )
+    out, out_lse = simulate(library, stages, query, key, options, scale)
+    expected = to_half(expected[..., : shape[-1]], dtype).float()
+    step = 2.0**-10 if dtype == torch.float16 else 2.0**-7
+    far = (out.float() - expected).abs() > step * expected.abs() + 1e-5
+    assert not out.isnan().any()
+    # A probability at a rounding boundary may fall to the other side: rare, and then small.
+    assert far.float().mean() < 0.01 and (out.float() - expected).abs().max() < 0.02, far.float().mean()
+    assert torch.equal(out_lse.isinf(), lse.isinf())
+    assert torch.allclose(out_lse, lse, atol=2e-5, rtol=2e-6)
+
+
+SHAPE = (2, 1, 150, 333, 128)  # heads, kv heads, rows, keys, channels
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("product", ["fp16", "fp8", "split"])
+def test_dense(library: ctypes.CDLL, product: str, dim: int) -> None:
+    recipe = "qk_int8_pv_fp8" if product == "fp8" else "qk_int8_pv_fp16"
+    check(library, (*SHAPE[:4], dim), Options(product), recipe)
+
+
+@pytest.mark.parametrize("head_dim", [256, 200])
+def test_wide_heads(library: ctypes.CDLL, head_dim: int) -> None:
+    check(library, (1, 1, 70, 200, head_dim), Options("fp8"), "qk_int8_pv_fp8", torch.bfloat16)
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+@pytest.mark.parametrize(("q_len", "kv_len", "top_left"), [(150, 333, False), (200, 90, False), (200, 333, True)])
+def test_causal(library: ctypes.CDLL, product: str, q_len: int, kv_len: int, top_left: bool) -> None:
+    options = Options(product, is_causal=True, top_left=top_left)
+    check(library, (1, 1, q_len, kv_len, 128), options, f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_lengths_and_starts(library: ctypes.CDLL, product: str) -> None:
+    options = Options(product, kv_lens=[0, 130, 64], kv_starts=[0, 7, 100])
+    check(library, (1, 1, 40, 200, 64), options, f"qk_int8_pv_{product}", batch=3, poison=True)
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_windows_and_sinks(library: ctypes.CDLL, product: str) -> None:
+    options = Options(product, is_causal=True, left=70, sinks=torch.tensor([0.5, 3.0]))
+    check(library, SHAPE, options, f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_masks_of_truth_values(library: ctypes.CDLL, product: str) -> None:
+    torch.manual_seed(3)
+    mask = torch.rand(1, 2, 150, 333) < 0.7
+    mask[:, :, 5] = False
+    mask[:, 0, :, 60:200] = False
+    check(library, SHAPE, Options(product, attn_mask=mask), f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+def test_added_masks(library: ctypes.CDLL, kind: torch.dtype) -> None:
+    torch.manual_seed(4)
+    mask = torch.randn(1, 1, 150, 333).to(kind)
+    mask[:, :, :, 200:240] = -math.inf
+    mask[:, :, 130:, :128] = 0
+    check(library, SHAPE, Options("fp16", attn_mask=mask), "qk_int8_pv_fp16")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_softcap(library: ctypes.CDLL, product: str) -> None:
+    check(library, SHAPE, Options(product, softcap=20.0, is_causal=True), f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_int4(library: ctypes.CDLL, packed: bool, product: str, dim: int) -> None:
+    """Two a byte through the tensor cores' INT4, and as 7 levels of INT8: the same scores."""
+    options = Options(product, packed=packed, is_causal=True)
+    check(library, (1, 1, 130, 200, dim), options, f"qk_int4_pv_{product}")
