@@ -4,7 +4,7 @@
     python scripts/gpu_golden.py --out tests/kernels/golden_stages.npz
 
 Builds the library with -DSAGE2_DUMP (cuda_kernels/dump.cuh) beside the product library, runs the cases of
-tests/kernels/golden_stages.py on both, requires equal outputs bit for bit, compares every stage with the emulator
+tests/zoo/golden_stages.py on both, requires equal outputs bit for bit, compares every stage with the emulator
 and writes one compressed file of at most 1 MB, the card and the versions inside it as `meta`.
 """
 
@@ -21,15 +21,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import golden_stages as golden  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from sage_patch.kernels import build, library  # noqa: E402
 from sage_patch.reference.emulator.prepare import padded_dim  # noqa: E402
 from sage_patch.reference.emulator.tile_image import TILE_TOKENS  # noqa: E402
+from zoo import golden_stages as golden  # noqa: E402
 
 START = time.monotonic()
 MOST_BYTES = 1 << 20

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Leaves what this GPU makes of the cases of tests/kernels/golden_pages.py, as golden arrays for machines without one.
+"""Leaves what this GPU makes of the cases of tests/zoo/golden_pages.py, as golden arrays for machines without one.
 
 python scripts/gpu_golden_pages.py --out tests/kernels/golden_pages.npz
 
@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import golden_pages as golden  # noqa: E402
 import numpy as np  # noqa: E402
 
 from sage_patch.evaluation.bench.measure import environment  # noqa: E402
+from zoo import golden_pages as golden  # noqa: E402
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ CALLS = {
 @pytest.mark.parametrize("recipe", ["exact", "sage2", RECIPE, "qk_int4_pv_fp16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_fullgraph_equals_eager_and_still_counts(name: str, recipe: str) -> None:
-    """L-01: no graph break, equal bits, and every compiled call is counted, not only the traced one."""
+    """No graph break, equal bits, and every compiled call is counted, not only the traced one."""
     options = dict(**CALLS[name], recipe=recipe)
     q, k, v = qkv(2, 2, 140, dim=32)
     if options.get("tensor_layout") == "NHD":
@@ -123,7 +123,7 @@ def call_by_name(q: Tensor, k: Tensor, v: Tensor, recipe: str) -> Tensor:
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_smoke_shape_of_a_release(recipe: str) -> None:
-    """L-04: (4, 32, 64, 128) in fp16: right, compiled bit-equal to eager, and a tensor of its own."""
+    """(4, 32, 64, 128) in fp16: right, compiled bit-equal to eager, and a tensor of its own."""
     q, k, v = qkv(4, 32, 64, dim=128)
     out = call_by_name(q, k, v, recipe)
     assert_attention_close(out, attention(q, k, v)[0], HALF if recipe == "exact" else RECIPE_TOLERANCE[recipe])
@@ -134,7 +134,7 @@ def test_smoke_shape_of_a_release(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ALL)
 def test_global_matmul_switches_change_nothing(recipe: str) -> None:
-    """L-05: reduced-precision flags on or off, compiled or eager: four times the same bits."""
+    """Reduced-precision flags on or off, compiled or eager: four times the same bits."""
     q, k, v = qkv(1, 2, 140, dim=64)
     flags = torch.backends.cuda.matmul
     before = (torch.get_float32_matmul_precision(), flags.allow_fp16_accumulation, flags.allow_tf32)
@@ -167,7 +167,7 @@ def mask_of(kind: str, q_len: int, kv_len: int, dtype: torch.dtype) -> Tensor | 
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 @pytest.mark.parametrize("lse", [False, True])
 def test_opcheck(dim: int, layout: str, mask: str, lse: bool) -> None:
-    """L-02: schema, fake shapes and strides, and dispatch agree with what the operator does."""
+    """Schema, fake shapes and strides, and dispatch agree with what the operator does."""
     dtype = torch.bfloat16 if dim == 40 else torch.float16
     q, k, v = qkv(2, 4, 9, 21, dim, dim // 2, kv_heads=2, dtype=dtype)
     if layout == "NHD":

@@ -53,7 +53,7 @@ def test_exactly_the_named_steps_are_exact(name):
 
 
 def test_o04_first_and_last_steps_and_blocks_are_skipped_exactly():
-    """O-04: of 8 blocks and 10 steps, exactly the skipped calls are bit-equal to the original."""
+    """Of 8 blocks and 10 steps, exactly the skipped calls are bit-equal to the original."""
     pipeline = flux(blocks=(0, 8))
     layers = [Rule(layers=Span.parse([0, -1]), recipe="exact")]
     ends = [Rule(steps=Span.parse([0, -1]), recipe="exact")]

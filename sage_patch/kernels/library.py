@@ -8,7 +8,6 @@ library cannot see (devices, dtypes); shapes and limits are checked in C and com
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import threading
 from collections.abc import Callable
@@ -162,10 +161,6 @@ def _pack(
     items, tail = qs[0], _NO_EXTRAS
     if extras is not None:
         items, tail = _pack_extras(extras, qs[0], qs[h], qs[n], ks[n], index)
-        if extras.cu_seqlens_q is not None:  # tokens of no sequence are not written
-            out.zero_()
-            if lse is not None:
-                lse.fill_(-math.inf)
     shape = (items, qs[h], ks[h], qs[n], ks[n], qs[3], dv)
     if extras is None:
         sized = (*shape, recipe, flags & (_INT4 | _SMOOTH_Q))

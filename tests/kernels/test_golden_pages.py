@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import golden_pages as golden
 import numpy as np
 import pytest
 import torch
 
 from sage_patch.reference.emulator.pages import emulate
+from zoo import golden_pages as golden
 
 GOLDEN = np.load(Path(__file__).with_name("golden_pages.npz"))
 EQUAL_OUTPUTS = 0.998  # what is left is 1 / l, an approximation on the card

@@ -10,18 +10,17 @@ import itertools
 import math
 from typing import Any
 
-import golden_stages as golden
-import kernel_oracle as oracle
 import pytest
 import torch
-from gpu_cases import DEVICE, INT4_RECIPES, check, forward, normal, poison, qkv
-from test_gpu_masks import diagonal, same
 from torch import Tensor
 
+from oracle import attention, measure
 from sage_patch.kernels import library
 from sage_patch.kernels.library import Extras
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import prepare as sm90_prepare
+from zoo import golden_stages as golden
+from zoo.gpu_cases import DEVICE, INT4_RECIPES, check, diagonal, forward, normal, poison, qkv, same
 
 pytestmark = pytest.mark.gpu
 recipes = pytest.mark.parametrize("recipe", INT4_RECIPES)
@@ -76,7 +75,7 @@ def test_outputs_are_the_emulators(recipe: str, d: int, options: dict[str, Any])
             q[:, pick], k[:, pick], v[:, pick], recipe=recipe, scale=0.1, is_causal=options.get("is_causal", False),
             **given,
         )  # fmt: skip
-        error = oracle.errors(out[:, pick].cpu(), s.out)["rel_l1"]
+        error = measure(out[:, pick].cpu(), s.out).rel_l1
         assert error < 1e-3, f"relative L1 {error}"
         live = s.lse.isfinite()
         assert float((lse[:, pick].cpu() - s.lse)[live].abs().max()) < 1e-4
@@ -93,7 +92,7 @@ def test_golden_cases(case: golden.Case, recipe: str) -> None:
         live = part.stages.lse.isfinite()
         assert torch.equal(got_lse.isfinite(), live) and not got[~live].any()
         if bool(live.any()):
-            assert oracle.errors(got, part.stages.out)["rel_l1"] < 1e-3
+            assert measure(got, part.stages.out).rel_l1 < 1e-3
             assert float((got_lse - part.stages.lse)[live].abs().max()) < 1e-4
 
 
@@ -241,8 +240,8 @@ def test_any_view_equals_contiguous(recipe: str, d: int) -> None:
 def test_equal_rows_have_exact_logits(recipe: str) -> None:
     q, k, v = alike(1, 2, 2, 1, 1031, 128)
     out, lse = forward(q.expand(-1, -1, 192, -1).contiguous(), k, v, scale=0.1, recipe=recipe, return_lse=True)
-    ref, ref_lse = oracle.attention(q, k, v, 0.1)
-    assert oracle.errors(out, ref.expand_as(out))["rel_l1"] < (0.06 if "fp8" in recipe else 0.01)
+    ref, ref_lse = attention(q, k, v, scale=0.1)
+    assert measure(out, ref.expand_as(out)).rel_l1 < (0.06 if "fp8" in recipe else 0.01)
     assert float((lse - ref_lse).abs().max()) < (0.05 if "fp8" in recipe else 1e-3)
 
 
@@ -287,7 +286,7 @@ def test_int8_with_smoothed_queries(recipe: str) -> None:
     for smooth_k in (False, True):
         out, _ = forward(q, k, v, scale=0.125, recipe=eight, smooth_q=True, smooth_k=smooth_k)
         s = sm90.emulate(q, k, v, recipe=eight, scale=0.125, smooth_q=True, smooth_k=smooth_k)
-        assert oracle.errors(out.cpu(), s.out)["rel_l1"] < 1e-3
+        assert measure(out.cpu(), s.out).rel_l1 < 1e-3
 
 
 def test_wide_heads_are_refused() -> None:

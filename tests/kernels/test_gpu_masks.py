@@ -6,79 +6,12 @@ import math
 
 import pytest
 import torch
-from gpu_cases import DEVICE, FP8, FP16, INT4_RECIPES, RECIPES, forward, normal, poison, qkv
-from torch import Tensor
 
+from oracle import attention
 from sage_patch.kernels.library import Extras
+from zoo.gpu_cases import DEVICE, FP16, RECIPES, diagonal, forward, normal, poison, qkv, same
 
-LIMITS = {FP8: 0.06, FP16: 0.02}  # relative L1 of short rows too; typical values are 0.038 and 0.011
-LIMITS |= dict(zip(INT4_RECIPES, LIMITS.values(), strict=True))  # of queries that hardly differ (test_gpu_int4.py)
-
-
-def exact(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, bias: Tensor | None = None,
-    softcap: float = 0.0, sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) in float64; hidden: bool, broadcastable to [batch, heads, q_len, kv_len]."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
-    s = q.double() @ k.transpose(-1, -2) * scale
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    if bias is not None:
-        s = s + bias.double()
-    s = s.masked_fill(hidden, -math.inf)
-    dead = (s == -math.inf).all(-1, keepdim=True)
-    top = s.amax(-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.double()[None, :, None, None]
-        top = torch.maximum(top, sink)
-    top = torch.where(dead, 0.0, top)
-    p = torch.exp(s - top)
-    total = p.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sink - top)
-    seen = ~hidden.expand_as(s).all(-2)  # values of keys that no row sees may be anything
-    v = torch.where(seen[..., None], v, 0.0)
-    out = torch.where(dead, 0.0, p @ v / torch.where(dead, 1.0, total))
-    return out, torch.where(dead, -math.inf, torch.log(total) + top)[..., 0]
-
-
-def same(
-    recipe: str, q: Tensor, k: Tensor, v: Tensor, extras: Extras, hidden: Tensor, *, bias: Tensor | None = None,
-    kv_lens: Tensor | None = None, is_causal: bool = False, top_left: bool = False, loose: float = 1.0,
-) -> None:  # fmt: skip
-    scale = 1 / math.sqrt(q.shape[-1])
-    out, lse = forward(
-        q, k, v, scale=scale, recipe=recipe, return_lse=True, kv_lens=kv_lens, is_causal=is_causal,
-        causal_top_left=top_left, extras=extras,
-    )  # fmt: skip
-    k, v = (torch.where(x.isfinite(), x, 0.0) for x in (k, v))
-    ref, ref_lse = exact(q, k, v, scale, hidden, bias, extras.softcap, extras.sinks)
-    dead = ref_lse == -math.inf
-    assert bool((out[dead] == 0).all()) and bool((lse[dead] == -math.inf).all())
-    assert bool(out.isfinite().all())
-    live = ref[~dead]
-    error = float((out[~dead].double() - live).abs().sum() / live.abs().sum()) if live.numel() else 0.0
-    assert error < LIMITS[recipe] * loose, f"relative L1 {error}"
-    assert float((lse[~dead].double() - ref_lse[~dead]).abs().max() if live.numel() else 0.0) < 0.15
-    plain, _ = forward(
-        q,
-        k,
-        v,
-        scale=scale,
-        recipe=recipe,
-        kv_lens=kv_lens,
-        is_causal=is_causal,
-        causal_top_left=top_left,
-        extras=extras,
-    )
-    assert torch.equal(out, plain)
-
-
-def diagonal(q_len: int, kv_len: int) -> Tensor:
-    """key - (row + kv_len - q_len): 0 on the bottom-right diagonal."""
-    return torch.arange(kv_len, device=DEVICE) - torch.arange(q_len, device=DEVICE)[:, None] - (kv_len - q_len)
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -317,7 +250,5 @@ def test_lowest_numbers_attend_evenly(recipe: str, dtype: torch.dtype) -> None:
     bias[..., 4, 60:] = torch.finfo(dtype).min
     out, _ = forward(q, k, v, scale=0.125, recipe=recipe, extras=Extras(attn_mask=bias))
     torch.testing.assert_close(out[:, :, 3].float(), v.float().mean(2), rtol=0.05, atol=0.02)
-    alone, _ = exact(
-        q[:, :, 4:5], k[:, :, :60], v[:, :, :60], 0.125, torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)
-    )
+    alone, _ = attention(q[:, :, 4:5], k[:, :, :60], v[:, :, :60])
     torch.testing.assert_close(out[:, :, 4:5].double(), alone, rtol=0.1, atol=0.05)

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import DEVICE, RECIPES, poison, qkv
-from test_gpu_masks import diagonal, same
 
 import sage_patch
 from sage_patch.dispatch import Options, describe
@@ -16,13 +14,13 @@ from sage_patch.integrations import transformers as adapter
 from sage_patch.kernels.library import Extras
 from sage_patch.policy import Policy
 from tiny import logits, relative_l1, text_model, tokens
+from zoo.gpu_cases import DEVICE, RECIPES, diagonal, poison, qkv, same
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
 
 LENGTH = 300
 LIMIT = 0.15  # the reference gives 0.07 to 0.11 on these random weights; a key too many or too few, far more
-IDS = tokens(3, LENGTH).cuda()
 EVERYTHING = Policy(min_q_len=2, min_kv_len=1)  # lengths given: no crossover
 EXACT = Policy(recipe="exact")
 MODELS = {
@@ -33,6 +31,11 @@ MODELS = {
     "gemma3_text": {"sliding_window": 130, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt_oss": {"sliding_window": 130, "num_local_experts": 2, "num_experts_per_tok": 2},
 }
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return tokens(3, LENGTH).cuda()
 
 
 def model_of(kind: str) -> torch.nn.Module:
@@ -53,11 +56,11 @@ def padding(where: str) -> torch.Tensor:
     return mask
 
 
-def compare(model: torch.nn.Module, mask: torch.Tensor, **given: Any) -> None:
+def compare(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> None:
     with sage_patch.applied(model, EXACT):
-        expected = logits(model, IDS, attention_mask=mask, **given)
+        expected = logits(model, ids, attention_mask=mask)
     with sage_patch.applied(model, EVERYTHING) as handle:
-        got = logits(model, IDS, attention_mask=mask, **given)
+        got = logits(model, ids, attention_mask=mask)
         assert {(r["recipe"], r["backend"]) for r in handle.stats()} == {("qk_int8_pv_fp8", "sm90")}
     assert torch.isfinite(got).all()
     for item in range(3):
@@ -67,14 +70,14 @@ def compare(model: torch.nn.Module, mask: torch.Tensor, **given: Any) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("where", ["none", "left", "right", "both", "hole"])
-def test_padded_batches(kind: str, where: str) -> None:
-    compare(model_of(kind), padding(where))
+def test_padded_batches(kind: str, where: str, ids: torch.Tensor) -> None:
+    compare(model_of(kind), ids, padding(where))
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("where", ["left", "right"])
 def test_padding_reaches_the_kernel_as_starts_and_lengths(
-    kind: str, where: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, where: str, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Options] = []
 
@@ -85,14 +88,14 @@ def test_padding_reaches_the_kernel_as_starts_and_lengths(
     monkeypatch.setattr(adapter, "describe", spy)
     model = model_of(kind)
     with sage_patch.applied(model, EVERYTHING):
-        logits(model, IDS, attention_mask=padding(where))
+        logits(model, ids, attention_mask=padding(where))
     assert all(options.attn_mask is None and options.kv_lens is not None for options in seen)
     assert {options.kv_starts is not None for options in seen} == {where == "left"}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_second_chunk_of_a_padded_prompt(kind: str, cache: str) -> None:
+def test_second_chunk_of_a_padded_prompt(kind: str, cache: str, ids: torch.Tensor) -> None:
     """100 queries see 300 keys, or 300 of a longer buffer."""
     from transformers import DynamicCache, StaticCache
 
@@ -101,8 +104,8 @@ def test_second_chunk_of_a_padded_prompt(kind: str, cache: str) -> None:
     for policy in (EXACT, EVERYTHING):
         past = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=512)
         with sage_patch.applied(model, policy) as handle:
-            logits(model, IDS[:, :200], attention_mask=mask[:, :200], past_key_values=past)
-            outputs.append(logits(model, IDS[:, 200:], attention_mask=mask, past_key_values=past))
+            logits(model, ids[:, :200], attention_mask=mask[:, :200], past_key_values=past)
+            outputs.append(logits(model, ids[:, 200:], attention_mask=mask, past_key_values=past))
             assert policy is EXACT or {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
     exact, quantized = outputs
     for item in range(3):
@@ -110,13 +113,13 @@ def test_second_chunk_of_a_padded_prompt(kind: str, cache: str) -> None:
         assert relative_l1(quantized[item, real].float(), exact[item, real].float()) < LIMIT, f"item {item}"
 
 
-def test_left_padded_generation_follows_exact_for_its_first_tokens() -> None:
+def test_left_padded_generation_follows_exact_for_its_first_tokens(ids: torch.Tensor) -> None:
     model = model_of("llama")
     tokens_of = {}
     for name, policy in (("exact", EXACT), ("quantized", EVERYTHING)):
         with sage_patch.applied(model, policy) as handle:
             out = model.generate(
-                IDS, attention_mask=padding("left"), max_new_tokens=4, do_sample=False, eos_token_id=None
+                ids, attention_mask=padding("left"), max_new_tokens=4, do_sample=False, eos_token_id=None
             )
             tokens_of[name] = out[:, LENGTH:]
             if name == "quantized":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import gpu_cases  # noqa: F401  (skips without a card that has kernels)
 import pytest
 import torch
 from torch import Tensor
 
+from oracle import attention
 from sage_patch.pages import Pages
 from sage_patch.reference.pages import PAGE_TOKENS
+
+pytestmark = pytest.mark.gpu
 
 PIECES = ([600], [130, *[1] * 30, 200, 5, 235], [1, 5, 121, 1, 300, 172], [200, 400], [127, 1, 1, 471])
 
@@ -38,23 +40,9 @@ def filled(key: Tensor, value: Tensor, pieces: list[int] | None = None, device: 
     return pages
 
 
-def exact(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, hidden: Tensor | None = None, left: int = -1,
-    softcap: float = 0.0, sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) in float64 of the last rows of a causal call."""
-    groups = query.shape[1] // key.shape[1]
-    q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
-    s = q @ k.transpose(-1, -2) * scale
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    rows, columns = s.shape[-2:]
-    i, j = torch.arange(columns - rows, columns)[:, None], torch.arange(columns)
-    unseen = ((j > i) | ((j < i - left) if left >= 0 else False))[None, None]
-    s = s.masked_fill(unseen if hidden is None else unseen | hidden, -math.inf)
-    if sinks is not None:
-        s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:-1], 1)], -1)
-    out = torch.softmax(s, -1).nan_to_num(0.0)[..., :columns] @ v
-    return out, torch.logsumexp(s, -1)
+def exact(query: Tensor, key: Tensor, value: Tensor, *, left: int = -1, **options) -> tuple[Tensor, Tensor]:
+    """The oracle, of the last rows of a causal call."""
+    return attention(query, key, value, is_causal=True, window=(left, -1), **options)
 
 
 def check(pages: Pages, query: Tensor, key: Tensor, value: Tensor, limit: float = 0.06, **options) -> None:
@@ -62,15 +50,10 @@ def check(pages: Pages, query: Tensor, key: Tensor, value: Tensor, limit: float 
     scale = query.shape[-1] ** -0.5
     on_card = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in options.items()}
     out, lse = pages.attend(query.cuda(), scale=scale, return_lse=True, **on_card)
-    hidden = None
-    columns = torch.arange(key.shape[2])
-    if options.get("kv_starts") is not None:
-        hidden = (columns < options["kv_starts"][:, None])[:, None, None]
-    if options.get("attn_mask") is not None:
-        hidden = ~options["attn_mask"]
-    want, want_lse = exact(
-        query, key, value, scale, hidden, options.get("left", -1), options.get("softcap", 0.0), options.get("sinks")
-    )  # fmt: skip
+    known = {n: x for n, x in options.items() if n != "kv_starts"}
+    if "kv_starts" in options:
+        known["attn_mask"] = (torch.arange(key.shape[2]) >= options["kv_starts"][:, None])[:, None, None]
+    want, want_lse = exact(query, key, value, **known)
     out, lse = out.double().cpu(), lse.double().cpu()
     dead = (want_lse == -math.inf) | (want.abs().sum(-1) == 0)
     assert bool(torch.isfinite(out).all()) and not out[dead].any()
@@ -89,7 +72,6 @@ def check(pages: Pages, query: Tensor, key: Tensor, value: Tensor, limit: float 
         assert (lse - near_lse)[~dead].abs().max() < 0.01
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("pieces", PIECES, ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 80, 44])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -103,7 +85,6 @@ def test_the_same_bytes_as_the_reference(pieces: list[int], dim: int, dtype: tor
     assert torch.equal(card.tail.cpu()[..., slots, :], mirror.tail[..., slots, :])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 77, 128, 129, 503, 1031])
 @pytest.mark.parametrize("rows", [1, 3, 64, 300])
 @pytest.mark.parametrize("heads", [(8, 2), (4, 4), (7, 1)], ids=str)
@@ -115,7 +96,6 @@ def test_attention_over_pages(length: int, rows: int, heads: tuple[int, int], di
     check(filled(key, value), queries(2, heads[0], rows, dim, key.dtype), key, value)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [40, 72, 77, 96])
 def test_odd_head_dims_and_strides(dim: int) -> None:
     key, value = inputs(700, dim=dim, dtype=torch.float16)
@@ -144,7 +124,6 @@ FEATURES: dict[str, Callable[[int], dict]] = {
 }  # fmt: skip
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -153,7 +132,6 @@ def test_what_a_call_can_ask_for(feature: str, rows: int, dim: int) -> None:
     check(filled(key, value, [2000, 500]), queries(2, 8, rows, dim, key.dtype), key, value, **FEATURES[feature](rows))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("which", ["key", "value"])
 @pytest.mark.parametrize("rows", [1, 20, 200])
@@ -170,7 +148,6 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(bad: floa
     assert out[0][:, ~sees].isfinite().all() and out[1].isfinite().all() and lse[1].isfinite().all()
 
 
-@pytest.mark.gpu
 def test_repeated_calls_give_the_same_bits_and_windows_drop_slabs() -> None:
     key, value = inputs(5000, dim=128)
     query = queries(2, 8, 3, 128, key.dtype)
@@ -180,11 +157,10 @@ def test_repeated_calls_give_the_same_bits_and_windows_drop_slabs() -> None:
     sliding = filled(key, value, [4000, 997, 1, 1, 1], window=1000)
     assert sliding.first_slab > 0
     out = sliding.attend(query[:, :, -1:].cuda(), scale=0.1, left=999)[0].double().cpu()
-    want, _ = exact(query[:, :, -1:], key, value, 0.1, left=999)
+    want, _ = exact(query[:, :, -1:], key, value, scale=0.1, left=999)
     assert (out - want).abs().sum() / want.abs().sum() < 0.06
 
 
-@pytest.mark.gpu
 def test_a_captured_step_replays() -> None:
     key, value = inputs(1000, dim=128)
     pages = filled(key[:, :, :999], value[:, :, :999])

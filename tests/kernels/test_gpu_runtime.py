@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from gpu_cases import DEVICE, RECIPES, forward, qkv
 
 from sage_patch.kernels import library
+from zoo.calls import run
+from zoo.gpu_cases import DEVICE, RECIPES, forward, normal, poison, qkv
 
 pytestmark = pytest.mark.gpu
 
@@ -106,3 +112,113 @@ def test_refusals() -> None:
         forward(q, k.cpu(), v, scale=1.0)
     with pytest.raises(ValueError, match="kv_lens"):
         forward(q, k, v, scale=1.0, kv_lens=torch.tensor([3], device=DEVICE))
+
+
+# --- the public function: streams and devices -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_streams_with_events(recipe: str) -> None:
+    """One call on a late stream feeds the next call on another, 100 times: each launch is on the current stream."""
+    inputs = [qkv(1, 8, 8, 512, 1031, 128, seed=s) for s in range(4)]
+    wants = [run(run(q, k, v, recipe), k, v, recipe) for q, k, v in inputs]
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    kept, outs = [], []
+    for i in range(100):
+        q, k, v = inputs[i % 4]
+        done = torch.cuda.Event()
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(100_000)
+            kept.append(run(q, k, v, recipe))  # kept alive: the other stream reads it
+            done.record()
+        with torch.cuda.stream(second):
+            second.wait_event(done)
+            outs.append(run(kept[-1], k, v, recipe))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wants[i % 4]) for i, out in enumerate(outs))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_keys_that_arrive_from_the_host_on_another_stream(recipe: str) -> None:
+    """As under offload: K is copied from pinned memory on one stream, read by the call on another, and its buffer is
+    filled again as soon as the call's own event allows; 200 times."""
+    q, k, v = qkv(1, 8, 8, 512, 2048, 128)
+    keys = [normal(*k.shape, seed=s) for s in range(4)]
+    wants = [run(q, key, v, recipe) for key in keys]
+    hosts = [key.cpu().pin_memory() for key in keys]
+    buffer = torch.empty_like(k)
+    torch.cuda.synchronize()
+    copies, work = torch.cuda.Stream(), torch.cuda.Stream()
+    arrived, read = torch.cuda.Event(), torch.cuda.Event()
+    outs = []
+    for i in range(200):
+        with torch.cuda.stream(copies):
+            if i:
+                copies.wait_event(read)
+            torch.cuda._sleep(50_000)  # a call that does not wait reads the keys before these
+            buffer.copy_(hosts[i % 4], non_blocking=True)
+            arrived.record()
+        with torch.cuda.stream(work):
+            work.wait_event(arrived)
+            outs.append(run(q, buffer, v, recipe))
+            read.record()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, wants[i % 4]) for i, out in enumerate(outs))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_call_runs_on_the_device_of_its_tensors(recipe: str) -> None:
+    """Tensors on the second GPU while the first is current: right there, and the first stays current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices; torch.cuda.device_count() is 1")
+    tensors = qkv(2, 4, 2, 500, 900, 128)
+    assert torch.cuda.current_device() == 0
+    want, want_lse = run(*tensors, recipe, is_causal=True, return_lse=True)
+    got, lse = run(*(x.to("cuda:1") for x in tensors), recipe, is_causal=True, return_lse=True)
+    assert torch.cuda.current_device() == 0 and got.device == lse.device == torch.device("cuda:1")
+    assert torch.equal(got.to(DEVICE), want) and torch.equal(lse.to(DEVICE), want_lse)
+
+
+# --- the same bits in another process --------------------------------------------------------------------------
+
+
+LENGTHS = [(1001, 503), (9, 9), (1031, 1031)]
+
+
+def digests() -> list[str]:
+    """A fingerprint, per recipe, of results at every kv_len up to 260 and at lengths with tails."""
+    found = []
+    for recipe in RECIPES:
+        outs = []
+        for d in (64, 128):
+            q, k, v = qkv(1, 2, 2, 64, 260, d, torch.float16)
+            outs += [run(q, k[:, :, :n], v[:, :, :n], recipe) for n in range(1, 261)]
+            outs += [run(*qkv(2, 4, 4, *lengths, d), recipe, is_causal=c) for lengths in LENGTHS for c in (False, True)]
+        data = b"".join(x.contiguous().view(torch.int16).cpu().numpy().tobytes() for x in outs)
+        found.append(hashlib.sha256(data).hexdigest())
+    return found
+
+
+def test_same_bits_in_a_clean_process() -> None:
+    """A new process computes the same bits at every length, and ends well, as this one after its memory was filled
+    with NaN; torch's deterministic mode allows the calls."""
+    poison()
+    torch.use_deterministic_algorithms(True)
+    try:
+        here = digests()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    folder = Path(__file__).parent
+    paths = [str(folder), str(folder.parent), str(folder.parents[1]), os.environ.get("PYTHONPATH", "")]
+    script = "import test_gpu_runtime as t; print(*t.digests())"
+    told = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.split() == here
+    poison()
+    assert digests() == here

@@ -1,7 +1,8 @@
-"""Faults that users met in whole models: tests named after what they guard, with the row of the fault log.
+"""Whole models under the patch: what they generate, the masks and rules that reach their calls, what is refused, and
+which layer a score finds.
 
-The rows about life cycle, masks and generation that test_patch.py, test_masks.py and test_transformers.py guard are
-not repeated here.
+Life cycle, mask patterns and the transformers interface have files of their own: test_patch.py, test_masks.py,
+test_transformers.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def trained():
 
 
 def test_prefill_decode_and_padded_batches_keep_their_tokens(trained):
-    """G-06: perplexity can stay while generation breaks; look at prefill, greedy decode and a padded batch."""
+    """Perplexity can stay while generation breaks; look at prefill, greedy decode and a padded batch."""
     model, ids, batch, mask = trained
     window = ids[None, :512]
     greedy = dict(max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -56,7 +57,7 @@ def test_prefill_decode_and_padded_batches_keep_their_tokens(trained):
 
 
 def test_mask_reaches_the_core_as_the_model_made_it():
-    """E-07: a patch adds no mask and removes none."""
+    """A patch adds no mask and removes none."""
     model, ids = text_model(), tokens(2, 40)
     padding = torch.ones_like(ids)
     padding[0, :9] = 0
@@ -72,7 +73,7 @@ def test_mask_reaches_the_core_as_the_model_made_it():
 
 
 def test_policy_by_role_leaves_cross_attention_alone():
-    """M-17: a backend meant for self-attention must not run in cross-attention."""
+    """A backend meant for self-attention must not run in cross-attention."""
     from transformers import AutoModelForSeq2SeqLM, T5Config
 
     torch.manual_seed(0)
@@ -93,7 +94,7 @@ def test_policy_by_role_leaves_cross_attention_alone():
 
 
 def test_strict_only_where_asked():
-    """M-18: strict on one layer raises there, and the other layers stay quietly counted."""
+    """Strict on one layer raises there, and the other layers stay quietly counted."""
     model, ids = text_model(), tokens(1, 30)
     strict = Policy(min_q_len=1, min_kv_len=1, rules=[Rule(layers=Span.parse(1), on_unsupported="error")])
     with sage_patch.applied(model, strict) as handle:
@@ -103,7 +104,7 @@ def test_strict_only_where_asked():
 
 
 def test_explicit_request_is_used_or_the_error_names_layer_and_reason():
-    """N-03: an explicitly requested recipe is never quietly not used."""
+    """An explicitly requested recipe is never quietly not used."""
     model, ids = text_model(), tokens(1, 30)
     policy = Policy(recipe="qk_int8_pv_fp8", on_unsupported="error", min_q_len=1, min_kv_len=1)
     with sage_patch.applied(model, policy):
@@ -115,7 +116,7 @@ def test_explicit_request_is_used_or_the_error_names_layer_and_reason():
 @pytest.mark.parametrize("smooth", ["none", "k", "q", "qk"])
 @pytest.mark.parametrize("smooth_v", ["on", "off"])
 def test_every_documented_combination_runs_quantized(recipe, smooth, smooth_v):
-    """N-01: no combination of options fails inside and silently falls back."""
+    """No combination of options fails inside and silently falls back."""
     model, ids = text_model(), tokens(1, 30)
     name = f"{recipe}:smooth={smooth},smooth_v={smooth_v}"
     with sage_patch.applied(model, Policy(recipe=name, quantize_fp32=True, min_q_len=1, min_kv_len=1)) as handle:
@@ -124,7 +125,7 @@ def test_every_documented_combination_runs_quantized(recipe, smooth, smooth_v):
 
 
 def test_sinks_are_supported_not_refused_or_dropped():
-    """H-03: a feature that other backends run as garbage is computed here, and the report shows it ran."""
+    """A feature that other backends run as garbage is computed here, and the report shows it ran."""
     model = text_model("gpt_oss", num_local_experts=2, num_experts_per_tok=2)
     with sage_patch.applied(model, EVERYTHING) as handle:
         logits(model, tokens(1, 40))
@@ -132,7 +133,7 @@ def test_sinks_are_supported_not_refused_or_dropped():
 
 
 def test_a_planted_bad_layer_ranks_first():
-    """O-07: capture and score find the layer whose keys quantize badly."""
+    """Capture and score find the layer whose keys quantize badly."""
     model, ids = text_model(num_hidden_layers=4), tokens(1, 200)
     with torch.no_grad():
         model.model.layers[2].self_attn.k_proj.weight[5] *= 1000
