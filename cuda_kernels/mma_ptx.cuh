@@ -1,5 +1,5 @@
 // The instructions of the mma.sync kernels, one thin wrapper each, for every architecture from sm_80 on. Nothing here
-// knows about attention. tests/kernels/lane_simulator holds the same names for a host compiler.
+// knows about attention. tests/zoo/lane_simulator holds the same names for a host compiler.
 #pragma once
 #include "ptx.cuh"
 

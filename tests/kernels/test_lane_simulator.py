@@ -12,11 +12,11 @@ import math
 
 import pytest
 import torch
-from mma_simulator import Options, compile_simulator, simulate
 from torch import Tensor
 
 from sage_patch.reference.emulator import forward, forward_mma
 from sage_patch.reference.emulator.float32 import to_half
+from zoo.lane_simulator import Options, compile_simulator, simulate
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Runs the mma.sync kernels of cuda_kernels/fwd_mma.cuh on the CPU, lane by lane, from the numbers of the emulator.
 
-The kernels' own headers are compiled with a host compiler; lane_simulator/ has the instructions. Slow: small shapes.
+The kernels' own headers are compiled with a host compiler; this folder has the instructions. Slow: small shapes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def compile_simulator(folder: Path) -> ctypes.CDLL | None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         return None
-    for source in (build.source_dir(), Path(__file__).parent / "lane_simulator"):
+    for source in (build.source_dir(), Path(__file__).parent):
         for path in source.iterdir():
             if path.suffix in (".h", ".cuh", ".cpp"):
                 shutil.copyfile(path, folder / path.name)
