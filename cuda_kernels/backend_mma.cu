@@ -30,6 +30,7 @@ extern const Backend mma, mma_int4, mma_split;
 const Backend mma = {load, rows, prepare<false>, forward<false, false>, nullptr, nullptr, nullptr, nullptr, nullptr};
 const Backend mma_int4 = {load, rows, prepare<true>, forward<true, false>, nullptr, nullptr, nullptr, nullptr, nullptr};
 // FP16 P V in fp16 where the dense kernels have it. For tests: which card gains from it is not known from its number.
-const Backend mma_split = {load, rows, prepare<false>, forward<false, true>, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Backend mma_split = {load,    rows,    prepare<false>, forward<false, true>, nullptr, nullptr,
+                           nullptr, nullptr, nullptr};
 
 }  // namespace sage2

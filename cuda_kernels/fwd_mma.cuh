@@ -48,9 +48,10 @@ template<class C> struct Halves {
 
 // Of a warp, in shared memory: registers are short.
 struct WarpScratch {
-  static constexpr int keys = 0, newest = 4;  // the item's keys; the newest that the warp's first row may see (right = 0)
-  static constexpr int last_row = 8;          // that exists, counted from the warp's first
-  static constexpr int list = 12;             // with a mask tensor: the query tile's list
+  static constexpr int keys = 0,
+                       newest = 4;    // the item's keys; the newest that the warp's first row may see (right = 0)
+  static constexpr int last_row = 8;  // that exists, counted from the warp's first
+  static constexpr int list = 12;     // with a mask tensor: the query tile's list
   static constexpr int bytes = 16;
 };
 
@@ -95,10 +96,9 @@ SAGE2_DEV void weigh(RowSums<C> &sums, const uint32_t (&P)[C::fragments][C::step
                      const float (&factors)[C::fragments][2], bool moved, uint32_t v, int lane, int never) {
   const int row = C::fp8 ? lane / 16 * 8 + lane % 8 : lane % 16, chunk = C::fp8 ? lane / 8 % 2 : lane / 16;
   const uint32_t v_lane = v + row * C::v_pitch + ((chunk ^ swizzle_bits(row, C::v_pitch)) << 4);
-  auto load = [&](uint32_t(&b)[4], int pair, int step) {
+  auto load = [&](uint32_t (&b)[4], int pair, int step) {
     if constexpr (C::fp8) load_matrices(b, (v_lane ^ step << 5) + pair * 16 * C::v_pitch);
-    else
-      load_matrices_transposed(b, (v_lane ^ (pair & 3) << 5) + step * 16 * 128 + pair / 4 * (kHalfTokens * 128));
+    else load_matrices_transposed(b, (v_lane ^ (pair & 3) << 5) + step * 16 * 128 + pair / 4 * (kHalfTokens * 128));
   };
   if constexpr (C::pv == kPvFp16) {
     if (moved)
@@ -155,8 +155,7 @@ SAGE2_DEV void weigh(RowSums<C> &sums, const uint32_t (&P)[C::fragments][C::step
 
 // ------------------------------------------------------------------ 64 keys
 // Marks what this thread's rows of fragment m do not see of half `half`.
-template<class C>
-SAGE2_DEV void hide(const Params &p, int (&S)[8][4], uint32_t scratch, int m, int half, int tid) {
+template<class C> SAGE2_DEV void hide(const Params &p, int (&S)[8][4], uint32_t scratch, int m, int half, int tid) {
   const int r = tid % 32 / 4, c = tid & 3;
   if (!C::dense && p.mask.data) {
     const int first = tid / 32 * C::warp_rows;
@@ -180,7 +179,8 @@ SAGE2_DEV void hide(const Params &p, int (&S)[8][4], uint32_t scratch, int m, in
 template<class C>
 SAGE2_DEV void change(const Params &p, const Tile &tile, int (&S)[8][4], uint32_t s0, uint32_t scratch, float k_scale,
                       int half, int lane, bool biased) {
-  const int first = threadIdx.x / 32 * C::warp_rows, r = lane / 4, last_row = load_shared_int(scratch + WarpScratch::last_row);
+  const int first = threadIdx.x / 32 * C::warp_rows, r = lane / 4,
+            last_row = load_shared_int(scratch + WarpScratch::last_row);
   const uint32_t mine = s0 + C::at_scale + 4 * (first + r);
   const float most = p.int4 ? kMaxStepInt4 : kMaxStep;
   const float g0 = step_of(k_scale, load_shared(mine), most), g1 = step_of(k_scale, load_shared(mine + 32), most);
@@ -195,14 +195,15 @@ SAGE2_DEV void change(const Params &p, const Tile &tile, int (&S)[8][4], uint32_
   BiasRows bias = {nullptr, nullptr, p.mask.column, kNoMask, p.kv_len - 1 - half * kHalfTokens, p.mask.pairs != 0};
   if (biased) {
     const int size = p.mask.kind == kFloat32 ? 4 : 2;
-    const uint8_t *at = (const uint8_t *)p.mask.data + (tile.b * p.mask.batch + tile.h * p.mask.head +
-                                                        (tile.row0 + first) * p.mask.row +
-                                                        half * kHalfTokens * p.mask.column) * size;
+    const uint8_t *at =
+        (const uint8_t *)p.mask.data + (tile.b * p.mask.batch + tile.h * p.mask.head +
+                                        (tile.row0 + first) * p.mask.row + half * kHalfTokens * p.mask.column) *
+                                           size;
     bias.row0 = at + min(r, last_row) * p.mask.row * size;
     bias.row1 = at + min(r + 8, last_row) * p.mask.row * size;
     bias.kind = p.mask.kind;
   }
-  logits(reinterpret_cast<int(&)[32]>(S), g0, g1, d0, d1, {p.softcap, p.softcap_step}, bias, correction, lane & 3);
+  logits(reinterpret_cast<int (&)[32]>(S), g0, g1, d0, d1, {p.softcap, p.softcap_step}, bias, correction, lane & 3);
 }
 
 // partial: some row of the warp does not see some key, or a mask adds something.
@@ -249,8 +250,7 @@ template<class C> SAGE2_DEV void finish(const Params &p, const Tile &tile, const
       // The logits have it already after a softcap.
       if (p.need_dot && !(C::family == kAdjusted && p.softcap != 0.f))
         dot = load_shared(s0 + C::at_dot + 4 * (first + 16 * m + 8 * h));
-      if (!C::dense && p.sinks)
-        add_sink(__ldg(p.sinks + tile.h) * kLog2e - dot * kLog2e, reference, l, shrink, kept);
+      if (!C::dense && p.sinks) add_sink(__ldg(p.sinks + tile.h) * kLog2e - dot * kLog2e, reference, l, shrink, kept);
       const float inverse = l == 0.f ? 0.f : __fdividef(shrink, l);  // no keys: zero
       uint16_t *out = const_cast<uint16_t *>(p.out.data) + tile.b * p.out.batch + tile.h * p.out.head +
                       (int64_t)(tile.q_token + row) * p.out.token + 2 * c;
@@ -280,7 +280,8 @@ template<class C> SAGE2_DEV TileClass class_of(const Params &p, uint32_t scratch
   if (p.mask.data) return (TileClass)(entry >> (24 + 2 * (threadIdx.x / 32 * C::warp_rows / 64)) & 3);
   const int newest = load_shared_int(scratch + WarpScratch::newest);
   const int last_row = load_shared_int(scratch + WarpScratch::last_row);
-  const Limits l = {load_shared_int(scratch + WarpScratch::keys), newest, p.left, p.right};  // rows from the warp's first
+  const Limits l = {load_shared_int(scratch + WarpScratch::keys), newest, p.left,
+                    p.right};  // rows from the warp's first
   const int begin = half * kHalfTokens, end = begin + kHalfTokens;
   if (last_row < 0 || begin >= end_key(last_row, l) || end <= first_key(0, l)) return kUnseen;
   return begin >= first_key(last_row, l) && end <= end_key(0, l) ? kWhole : kPartial;

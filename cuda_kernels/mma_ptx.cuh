@@ -27,22 +27,23 @@ SAGE2_DEV void copy_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memo
 
 // ------------------------------------------------------------------ m16n8 products: d += a b
 // A lane holds rows g and g + 8, columns 2 c and 2 c + 1 of d (g = lane / 4, c = lane % 4): the layout of a wgmma warp.
-#define SAGE2_MMA_4(NAME, T, MODE, SHAPE, TYPES)                                                  \
-  SAGE2_DEV void NAME(T(&d)[4], const uint32_t(&a)[4], uint32_t b0, uint32_t b1) {                \
-    asm volatile("mma.sync.aligned." SHAPE ".row.col." TYPES                                      \
-                 " {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"                            \
-                 : MODE(d[0]), MODE(d[1]), MODE(d[2]), MODE(d[3])                                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                 \
+// Sum and result are operands of their own: the first product of a sum reads constants, which then cost no moves.
+#define SAGE2_MMA_4(NAME, T, MODE, SHAPE, TYPES)                                                                       \
+  SAGE2_DEV void NAME(T(&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {                                    \
+    asm volatile("mma.sync.aligned." SHAPE ".row.col." TYPES " {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};" \
+                 : "=" MODE(d[0]), "=" MODE(d[1]), "=" MODE(d[2]), "=" MODE(d[3])                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), MODE(d[0]), MODE(d[1]), MODE(d[2]),   \
+                   MODE(d[3]));                                                                                        \
   }
-SAGE2_MMA_4(mma_s8, int, "+r", "m16n8k32", "s32.s8.s8.s32")
-SAGE2_MMA_4(mma_s4, int, "+r", "m16n8k64", "s32.s4.s4.s32")  // tensor cores of sm_80 to sm_89 only; emulated elsewhere
-SAGE2_MMA_4(mma_f16, float, "+f", "m16n8k16", "f32.f16.f16.f32")
-SAGE2_MMA_4(mma_e4m3, float, "+f", "m16n8k32", "f32.e4m3.e4m3.f32")
+SAGE2_MMA_4(mma_s8, int, "r", "m16n8k32", "s32.s8.s8.s32")
+SAGE2_MMA_4(mma_s4, int, "r", "m16n8k64", "s32.s4.s4.s32")  // tensor cores of sm_80 to sm_89 only; emulated elsewhere
+SAGE2_MMA_4(mma_f16, float, "f", "m16n8k16", "f32.f16.f16.f32")
+SAGE2_MMA_4(mma_e4m3, float, "f", "m16n8k32", "f32.e4m3.e4m3.f32")
 // Summed in fp16: twice the rate on GeForce. d: two packed pairs.
 SAGE2_DEV void mma_f16_split(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1},{%2,%3,%4,%5},{%6,%7},{%0,%1};"
-               : "+r"(d[0]), "+r"(d[1])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1},{%2,%3,%4,%5},{%6,%7},{%8,%9};"
+               : "=r"(d[0]), "=r"(d[1])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1]));
 }
 
 // ------------------------------------------------------------------ order of work

@@ -1,10 +1,10 @@
 // Online softmax of the mma.sync kernels on fragments of 16 rows and 64 keys. A thread holds rows r (elements 0, 1) and
 // r + 8 (2, 3) of columns 8 i + 2 c + {0, 1}, as in a wgmma warp.
 //
-// Scores start at the bits of 1.5 * 2^23: read as fp32, a score is kMagic + score, exactly, and one multiply-add makes an
-// exponent of it: fma(kMagic + score, g, -(kMagic g + m)). No conversion, which sm_80 does in the unit of the
-// exponentials; mma.sync has a third operand, so the start costs nothing. Exponents are then exact to 3/4 of one integer
-// step, hundreds of times less than INT8 lost, and a step must be small: kMaxStepMagic.
+// Scores start at the bits of 1.5 * 2^23: read as fp32, a score is kMagic + score, exactly, and one multiply-add makes
+// an exponent of it: fma(kMagic + score, g, -(kMagic g + m)). No conversion, which sm_80 does in the unit of the
+// exponentials; mma.sync has a third operand, so the start costs nothing. Exponents are then exact to 3/4 of one
+// integer step, hundreds of times less than INT8 lost, and a step must be small: kMaxStepMagic.
 #pragma once
 #include "logits.cuh"
 #include "mma_tile.cuh"
@@ -55,8 +55,8 @@ template<Scores KIND> SAGE2_DEV float fragment_maximum(const int (&S)[8][4], int
   return quad_max(KIND == kSomeHidden && x == kHidden ? kNoKeys : f);
 }
 
-// Scores -> probabilities as operand A; factors: what the sums so far must be multiplied by. Returns whether a reference
-// exponent of this thread moved. Row sums are kept in fp32. q_scales: where this thread's rows have theirs.
+// Scores -> probabilities as operand A; factors: what the sums so far must be multiplied by. Returns whether a
+// reference exponent of this thread moved. Row sums are kept in fp32. q_scales: where this thread's rows have theirs.
 template<class C, Scores KIND>
 SAGE2_DEV bool softmax(int (&S)[8][4], Probabilities<C> &P, RowSums<C> &sums, int fragment, float (&factors)[2],
                        float k_scale, uint32_t q_scales) {
@@ -64,8 +64,7 @@ SAGE2_DEV bool softmax(int (&S)[8][4], Probabilities<C> &P, RowSums<C> &sums, in
   #pragma unroll
   for (int h = 0; h < 2; h++) {
     float g = 0.f;
-    if (KIND != kLogits)
-      g = step_of(k_scale, load_shared(q_scales + 4 * (16 * fragment + 8 * h)), kMaxStepMagic);
+    if (KIND != kLogits) g = step_of(k_scale, load_shared(q_scales + 4 * (16 * fragment + 8 * h)), kMaxStepMagic);
     const float top = fragment_maximum<KIND>(S, h, g, C::offset), old = sums.m[fragment][h];
     const float m = top > old + C::slack ? top : old;
     moved |= m != old;

@@ -30,7 +30,7 @@ template<int DIM, Product PV, Family FAMILY, bool PACKED> struct MmaConfig {
   static constexpr int fragments = narrow || (FAMILY == kMasked && fp8 && DIM == 128) ? 1 : 2;
   static constexpr int rows = 128, warp_rows = 16 * fragments, threads = 2 * rows / fragments;
   static constexpr int ctas = fragments == 1 ? 1 : DIM == 64 && dense ? 3 : 2;  // an SM has registers for
-  static constexpr int steps = kHalfTokens / (fp8 ? 32 : 16);          // of keys, in P V
+  static constexpr int steps = kHalfTokens / (fp8 ? 32 : 16);                   // of keys, in P V
   static constexpr float offset = fp8 ? kFp8Offset : PV == kPvFp16Split ? 8.f : kFp16Offset;
   static constexpr float slack = PV == kPvFp16 ? kFp16Slack : 0.f;
   // Shared memory, bytes from its 1024-byte aligned start:
@@ -68,8 +68,8 @@ template<int BYTES, int THREADS, int GAP = 1> SAGE2_DEV void copy(uint32_t to, c
   for (int at = 0; at < BYTES; at += 16 * THREADS)
     if (at + 16 * THREADS <= BYTES || at + 16 * tid < BYTES) copy_async16(to + at, from + GAP * at);
 }
-// Half an image of K and of V on its way into a stage. Halves of K and of 16-bit V are runs of whole rows of each panel;
-// of V in E4M3 a half is half of each row, whose chunks are swizzled anew for rows of 64 bytes.
+// Half an image of K and of V on its way into a stage. Halves of K and of 16-bit V are runs of whole rows of each
+// panel; of V in E4M3 a half is half of each row, whose chunks are swizzled anew for rows of 64 bytes.
 template<class C> SAGE2_DEV void load_stage(uint32_t s0, int stage, const uint8_t *k, const uint8_t *v, int half) {
   const int tid = thread_index();  // not kept: 64-bit addresses would be spilled
   const uint32_t to_k = s0 + C::at_k + stage * C::k_stage + 16 * tid, to_v = s0 + C::at_v + stage * C::v_stage;

@@ -13,8 +13,8 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kCacheBytes = 96 << 10;
 
-// What the inputs are like. Aligned: rows of 16-byte pieces, every key of a head. Picked: the same, but only the keys that
-// an index or the bits of a mask name. Any: looked up, for unaligned views and INT4.
+// What the inputs are like. Aligned: rows of 16-byte pieces, every key of a head. Picked: the same, but only the keys
+// that an index or the bits of a mask name. Any: looked up, for unaligned views and INT4.
 enum Mode { kAlignedFp16, kAlignedBf16, kPickedFp16, kPickedBf16, kAny, kModes };
 template<Mode MODE> SAGE2_DEV bool is_bf16(const Params &p) {
   return MODE == kAny ? p.bf16 : MODE == kAlignedBf16 || MODE == kPickedBf16;
@@ -248,11 +248,11 @@ SAGE2_DEV void smoothing_vectors(const Params &p, const Head &h, Shared<DIM> &sh
   __syncthreads();
 }
 
-// 2. K images, and V's channel maxima over this CTA's blocks into sh.v_amax; the first cache_blocks of V into the cache.
-// PACKED: INT4, two a byte.
+// 2. K images, and V's channel maxima over this CTA's blocks into sh.v_amax; the first cache_blocks of V into the
+// cache. PACKED: INT4, two a byte.
 template<int DIM, Mode MODE, bool PACKED = false>
-SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, uint8_t *cache, int cache_blocks, int rank,
-                             int size, int mine) {
+SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, uint8_t *cache, int cache_blocks,
+                             int rank, int size, int mine) {
   constexpr int kChunks = DIM / 8, kRows = kThreads / kChunks, kPasses = kTileTokens / kRows;
   const int tid = threadIdx.x;
   // kRows is a multiple of 8: the same group in every pass.
@@ -332,8 +332,9 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, ui
       asm volatile("" : "+r"(k[j].x), "+r"(k[j].y), "+r"(k[j].z), "+r"(k[j].w));
       centred(j, f);
       if constexpr (PACKED) *(uint32_t *)(out + j * kRows * kPanel) = pack_s4(f, s8.inverse);
-      else *(uint2 *)(out + j * kRows * kPanel) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse),
-                                              pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
+      else
+        *(uint2 *)(out + j * kRows * kPanel) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse),
+                                                pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
     }
   }
   float low[8], high[8], mean[8];
@@ -343,8 +344,7 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, ui
   #pragma unroll
   for (int e = 0; e < 8; e++) {
     // No token here.
-    float top =
-        low[e] <= high[e] ? fmaxf(fabsf(__fsub_rn(low[e], mean[e])), fabsf(__fsub_rn(high[e], mean[e]))) : 0.f;
+    float top = low[e] <= high[e] ? fmaxf(fabsf(__fsub_rn(low[e], mean[e])), fabsf(__fsub_rn(high[e], mean[e]))) : 0.f;
     #pragma unroll
     for (int s = kChunks; s < 32; s *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, s));
     if (tid % 32 < kChunks) atomicMax(&sh.v_amax[channel + e], __float_as_uint(top));

@@ -1,5 +1,5 @@
-// Pre-processing without clusters, for every card from sm_80 on: the images, scales and vectors of quantize.cu, byte for
-// byte. Three launches: K images and V's channel maxima, which meet in memory; V images; V's scales.
+// Pre-processing without clusters, for every card from sm_80 on: the images, scales and vectors of quantize.cu, byte
+// for byte. Three launches: K images and V's channel maxima, which meet in memory; V images; V's scales.
 //
 // Memory bound; V is read twice. No more than 38 KB of shared memory.
 // Architectures: 80 86 89 90a 100 120
@@ -14,11 +14,11 @@ struct Share {
   int64_t head;
   int rank, size;
 };
-SAGE2_DEV Share share_of(int size) {
-  return {blockIdx.x / (unsigned)size, (int)(blockIdx.x % (unsigned)size), size};
-}
+SAGE2_DEV Share share_of(int size) { return {blockIdx.x / (unsigned)size, (int)(blockIdx.x % (unsigned)size), size}; }
 // V's channel maxima, as bits, wait in the place of its scales.
-SAGE2_DEV uint32_t *v_maxima(const Params &p, int64_t head, int dim) { return (uint32_t *)p.images.v_scale + head * dim; }
+SAGE2_DEV uint32_t *v_maxima(const Params &p, int64_t head, int dim) {
+  return (uint32_t *)p.images.v_scale + head * dim;
+}
 
 template<int DIM, Mode MODE, bool PACKED>
 __global__ void __launch_bounds__(kThreads, 1) quantize_k_mma(const __grid_constant__ Params p, int size) {

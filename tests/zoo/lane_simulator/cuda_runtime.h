@@ -40,7 +40,10 @@ struct Warp {
   int waiting = 0, turn = 0;
   uint32_t box[32][8];  // what each lane shows the others
 };
-struct Copy { uint32_t to; const void *from; };
+struct Copy {
+  uint32_t to;
+  const void *from;
+};
 inline Dim thread, block;
 inline int threads, cta_waiting, cta_turn;
 inline std::vector<uint8_t> shared;

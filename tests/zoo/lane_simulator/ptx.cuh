@@ -27,9 +27,7 @@ inline float exp2_fast(float x) { return flush((float)exp2((double)x)); }
 inline float reciprocal_fast(float x) { return flush(1.f / x); }
 inline float min_keep_nan(float x, float y) { return isnan(x) || isnan(y) ? NAN : fminf(x, y); }
 inline float max_keep_nan(float x, float y) { return isnan(x) || isnan(y) ? NAN : fmaxf(x, y); }
-inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
-  return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF);
-}
+inline uint32_t max_u16x2(uint32_t a, uint32_t b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF); }
 inline float f16_value(uint16_t u) {
   const int e = u >> 10 & 31, f = u & 1023;
   const float x = e == 31 ? (f ? NAN : INFINITY) : e ? ldexpf(1024 + f, e - 25) : ldexpf(f, -24);

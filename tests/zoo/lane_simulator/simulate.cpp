@@ -38,7 +38,8 @@ template<int DIM, Product PV, Family FAMILY> static void run(const Params &p, bo
 }
 template<int DIM, Product PV> static void run(const Params &p, bool packed) {
   if (p.family == kDense) run<DIM, PV, kDense>(p, packed);
-  else if constexpr (PV != kPvFp16Split) p.family == kMasked ? run<DIM, PV, kMasked>(p, packed) : run<DIM, PV, kAdjusted>(p, packed);
+  else if constexpr (PV != kPvFp16Split)
+    p.family == kMasked ? run<DIM, PV, kMasked>(p, packed) : run<DIM, PV, kAdjusted>(p, packed);
 }
 template<int DIM> static void run(const Params &p, int product, bool packed) {
   if (product == kPvFp8) run<DIM, kPvFp8>(p, packed);
