@@ -38,7 +38,9 @@ TOPS_WANTED = {("mma", FP16, 128): 430.0}  # of 1 x 32 x 8192, not causal
 Row = dict[str, Any]
 
 
-def tensors(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+def tensors(
+    batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype
+) -> list[Tensor]:
     """Normal, with a K bias and a V offset, so that smoothing has something to do."""
     gen = torch.Generator("cuda").manual_seed(dim + q_len + kv_len)
     shapes = ((batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, dim))
@@ -165,7 +167,9 @@ def packed(rows: list[Row]) -> None:
                 call.run()
                 found.append((call.out, call.lse))
         same = torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-        rows.append({"what": "INT4 two a byte gives the bits of INT4 in INT8", "dim": dim, "recipe": recipe, "ok": same})
+        rows.append(
+            {"what": "INT4 two a byte gives the bits of INT4 in INT8", "dim": dim, "recipe": recipe, "ok": same}
+        )
 
 
 def milliseconds(launch: Callable[[], None], n: int = 20) -> float:
