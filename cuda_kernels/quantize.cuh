@@ -87,9 +87,12 @@ template<int DIM, Mode MODE> SAGE2_DEV float total_mean(const Head &h, const flo
   float sum = 0.f;
   int samples = mean_samples(h.keys);
   for (int g = 0; g < kMeanGroups; g++) sum = __fadd_rn(sum, partial[g * DIM + channel]);
-  if (picks(MODE) && h.seen) {
+  if (picks(MODE) && h.seen) {  // whole warps come here: each lane looks at its share of the samples
     int there = 0;
-    for (int i = 0; i < samples; i++) there += exists<MODE>(h, mean_token(i, h.keys));
+    for (int i = 0; i < samples; i += 32) {
+      const int mine = i + (int)threadIdx.x % 32;
+      there += __popc(__ballot_sync(~0u, mine < samples && exists<MODE>(h, mean_token(mine, h.keys))));
+    }
     samples = there;
   }
   return samples ? __fdiv_rn(sum, (float)samples) : 0.f;

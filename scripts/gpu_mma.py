@@ -14,6 +14,7 @@ The file says for every row what it is, what was found and what was asked for. E
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -82,8 +83,6 @@ def bits(x: Tensor) -> Tensor:
 
 
 def on(backend: str | None) -> Any:
-    import contextlib
-
     return contextlib.nullcontext() if backend is None else mma_library.on(backend)
 
 
