@@ -305,7 +305,7 @@ def build(
     with _clean_errors():
         from sage_patch.kernels.build import build_prebuilt
 
-        typer.echo(build_prebuilt(arch or ["90"], out))
+        typer.echo(build_prebuilt(arch or [], out))
 
 
 @app.command()
@@ -369,7 +369,13 @@ def _print_environment(facts: dict[str, Any]) -> None:
     ]
     rows += list(facts["variables"].items())
     tests = [
-        (t["device"], t["recipe"], "" if t["error"] is None else f"{t['error']:.5f}", f"{t['bound']:g}", t["result"])
+        (
+            t["device"],
+            t["recipe"],
+            "" if t["error"] is None else f"{t['error']:.5f}",
+            "none" if t["bound"] is None else f"{t['bound']:g}",
+            t["result"],
+        )
         for t in facts["self_test"]
     ]
     show(

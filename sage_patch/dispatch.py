@@ -13,21 +13,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sage_patch.errors import SagePatchError
+from sage_patch.args import Args, PageArgs, key_padding
+from sage_patch.backends import named, why_not
 from sage_patch.kernels import crossover, ops
+from sage_patch.kernels.plain import visibility_of
 from sage_patch.pages import Pages
 from sage_patch.reasons import is_error
-from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, why_not
+from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, UnsupportedCall
 from sage_patch.reference.exact import exact_attention, exact_weights
 from sage_patch.reference.quantize import hide
 from sage_patch.reference.visibility import Visibility
 
 Layout = Literal["HND", "NHD"]
 _DTYPE_NAMES = {d: str(d).removeprefix("torch.") for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-
-
-class UnsupportedCall(SagePatchError, ValueError):
-    """The call asked for a recipe that cannot run it, and `on_unsupported` is "error"."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,14 @@ class Options:
 
     def scale_for(self, head_dim: int) -> float:
         """The softmax scale; the default is SDPA's own expression of the true head_dim."""
-        return _scale_for(self.scale, head_dim)
+        return scale_for(self.scale, head_dim)
 
     def visibility(self, q_len: int, kv_len: int) -> Visibility:
-        return ops.visibility_of(q_len, kv_len, self.attn_mask, self.left, self.right, self.top_left)
+        return visibility_of(q_len, kv_len, self.attn_mask, self.left, self.right, self.top_left)
 
 
-def _scale_for(scale: float | None, head_dim: int) -> float:
+def scale_for(scale: float | None, head_dim: int) -> float:
+    """The softmax scale; None: SDPA's own expression of the true head_dim."""
     return 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
 
 
@@ -92,6 +91,7 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         batch = max(1, q_len // options.max_q_len)  # of sequences as long as the longest, no more work than there is
         q_len, kv_len = options.max_q_len, options.max_kv_len
     backend = ops.backend_for(query.device)
+    row = named(backend)
     return Call(
         backend=backend,
         device=query.device.type,
@@ -114,7 +114,7 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
         batch=batch,
         crossover=crossover.lengths(query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0)
-        if backend == "sm90"
+        if row is not None and row.is_compiled
         else (),
     )
 
@@ -126,7 +126,7 @@ def mask_kind(options: Options) -> Literal["none", "lengths", "padding", "bool",
         return "none" if options.kv_lens is None else "lengths"
     if mask.dtype != torch.bool:
         return "float"
-    return "bool" if ops.key_padding(mask) is None else "padding"
+    return "bool" if key_padding(mask) is None else "padding"
 
 
 def _width(head_dim: int, v_head_dim: int) -> int:
@@ -179,11 +179,11 @@ def attend(
     if call.needs_grad or call.dropout:
         return _differentiable(query, key, value, options, reason, site)
     o = options
-    out, lse = ops.attend(
-        query, key, value, o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k,
-        o.scale_for(query.shape[-1]), o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout,
-        recipe.name, reason, site,
+    args = Args(
+        o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k, o.scale_for(query.shape[-1]),
+        o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout, recipe.name, reason, site,
     )  # fmt: skip
+    out, lse = ops.attend(query, key, value, args)
     return out, lse if o.return_lse else None
 
 
@@ -205,30 +205,14 @@ def attend_with_weights(
     return torch.matmul(weights, value.repeat_interleave(groups, dim=1)), weights
 
 
-def attend_pages(
-    pages: Pages,
-    query: Tensor,
-    *,
-    scale: float | None,
-    left: int,
-    is_causal: bool,
-    kv_starts: Tensor | None,
-    attn_mask: Tensor | None,
-    softcap: float,
-    sinks: Tensor | None,
-    site: str,
-) -> Tensor:
+def attend_pages(pages: Pages, query: Tensor, args: PageArgs, site: str) -> Tensor:
     """Attention of the last queries over a quantized cache, counted as quantized with the note "cache".
 
-    Arguments are those of Pages.attend; scale None: SDPA's own of head_dim. Returns [B, Hq, q_len, D] in query's dtype.
+    Returns [B, Hq, q_len, D] in query's dtype.
     """
     ops.add_count(ops.CallKey(site, DEFAULT_RECIPE, ops.backend_for(query.device), "cache"))
-    scale = _scale_for(scale, query.shape[-1])
     with torch.autocast(query.device.type, enabled=False):
-        out, _ = pages.attend(
-            query.to(pages.dtype), scale=scale, left=left, is_causal=is_causal, kv_starts=kv_starts,
-            attn_mask=attn_mask, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        out, _ = pages.attend(query.to(pages.dtype), args)
     return out.to(query.dtype)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.args import PageArgs
+from sage_patch.backends import Backend, module, named
 from sage_patch.kernels import ops
 from sage_patch.reference import pages as reference
 from sage_patch.reference.emulator.prepare import padded_dim
@@ -90,7 +92,7 @@ class Pages:
     @property
     def can_attend(self) -> bool:
         """Whether `attend` runs on this device; tokens can be stored and dequantized on any."""
-        return ops.backend_for(self.device) != "none"
+        return self._row is not None and self._row.pages is not None
 
     @property
     def nbytes(self) -> int:
@@ -126,33 +128,18 @@ class Pages:
         self.tail_start = max(self.tail_start, (end - 1) // PAGE_TOKENS * PAGE_TOKENS - PAGE_TOKENS)
         self.version += 1
 
-    def attend(
-        self,
-        query: Tensor,
-        *,
-        scale: float,
-        left: int = -1,
-        is_causal: bool = True,
-        kv_starts: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        return_lse: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, args: PageArgs) -> tuple[Tensor, Tensor | None]:
         """Attention of the last q_len stored tokens' queries, [batch, Hq, q_len, head_dim], over the pages.
 
-        Arguments and results are those of reference.pages.attend. Raises ValueError where a row would see tokens that
-        have left the window.
+        Results are those of reference.pages.attend. Raises ValueError where a row would see tokens that have left the
+        window.
         """
-        first = self.first_key(query.shape[2], left, attn_mask)
+        first = self.first_key(query.shape[2], args.left, args.attn_mask)
         if first < self.first_token:
             raise ValueError(
                 f"queries see back to token {first}, and the store has dropped what came before {self.first_token}"
             )
-        return self._backend().attend(
-            self, query, scale=scale, left=left, is_causal=is_causal, kv_starts=kv_starts, attn_mask=attn_mask,
-            softcap=softcap, sinks=sinks, return_lse=return_lse,
-        )  # fmt: skip
+        return self._backend().attend(self, query, args)
 
     def first_key(self, q_len: int, left: int, attn_mask: Tensor | None = None) -> int:
         """Position of the first key that any of the last q_len tokens' queries can see, by `attend`'s arguments."""
@@ -229,13 +216,13 @@ class Pages:
     def _is_static(self) -> bool:
         return self.max_length is not None and self.window is None
 
-    def _backend(self) -> Any:
-        """What has `append` and `attend`: the kernels of a Hopper GPU, or the reference."""
-        if ops.backend_for(self.device) == "sm90":
-            from sage_patch.kernels import pages as kernels
+    @property
+    def _row(self) -> Backend | None:
+        return named(ops.backend_for(self.device))
 
-            return kernels
-        return reference
+    def _backend(self) -> Any:
+        """What has `append` and `attend`: the kernels of the device, or the reference."""
+        return reference if self._row is None or self._row.pages is None else module(self._row.pages)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         wanted = (self.batch, self.num_kv_heads, key.shape[2], self.head_dim)

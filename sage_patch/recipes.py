@@ -1,20 +1,26 @@
-"""What each precision recipe is, and what it can do: the envelope.
+"""What each precision recipe is, and the facts of a call that decide whether it runs.
 
-Standard library only, so that policies can be planned and printed without torch.
-
-A recipe names how one attention call is computed. `why_not` answers, before anything is launched,
-whether a recipe covers a call on a backend; the answer is None or a short reason that is counted.
+Standard library only, so that policies can be planned and printed without torch. A recipe names how one attention call
+is computed; what a recipe covers where is asked of backends.py.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
+
+from sage_patch.errors import SagePatchError
 
 Smooth = Literal["none", "k", "q", "qk"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
+QK_BITS = (4, 8)  # widths of Q and K that are computed
+
+
+class UnsupportedCall(SagePatchError, ValueError):
+    """The call cannot be computed as asked: no kernel covers it, and the exact path was not allowed or not asked."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,15 @@ class Recipe:
     granularity: how many tokens share one INT scale; "thread" is the paper's per-thread grouping (section 3.2).
     tiling: whose thread layout "warp" and "thread" mean: mma.sync (128x64 tiles, 32 rows a warp) or
         wgmma (128 keys a tile, 16 rows a warp).
+
+    And what else is known of a row of RECIPES:
+    self_test_bound: relative L1 error of attention on the self-test's input, against float64, that `sage-patch env`
+        allows: measured on the reference backend, plus half. A recipe without one fails the self-test.
+    column: how the benchmark's columns of its compiled kernel begin; "" where it is not timed.
+    cost: attention time relative to exact attention, pre-processing included, on the cards that calibration knows;
+        empty: calibration does not choose it.
+
+    Raises ValueError for a width of Q and K, or a type of P and V, that nothing computes.
     """
 
     name: str
@@ -40,6 +55,16 @@ class Recipe:
     smooth_v: bool = False
     granularity: Granularity = "thread"
     tiling: Tiling = "wgmma"
+    self_test_bound: float | None = field(default=None, compare=False)
+    column: str = field(default="", compare=False)
+    cost: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if (self.qk_bits, self.pv) != (0, "none") and (self.qk_bits not in QK_BITS or self.pv not in ("fp8", "fp16")):
+            raise ValueError(
+                f"recipe {self.name!r}: nothing computes {self.qk_bits}-bit Q and K with P and V in {self.pv!r}; "
+                f"there are {' and '.join(map(str, QK_BITS))} bits, fp8 and fp16"
+            )
 
     @property
     def is_exact(self) -> bool:
@@ -54,19 +79,33 @@ class Recipe:
         return "k" in self.smooth
 
 
-EXACT = Recipe("exact")
+# Costs on "hopper": docs/results/kernels_h200.json; its tensor cores have no INT4, which runs as INT8 with more around
+# it: never cheaper than INT8, and how much dearer was not measured. Any number from INT8's on keeps it off the ladder.
+# On "ada": speeds that SageAttention's authors publish for their kernels on an RTX 4090. choose.py names the sources.
+EXACT = Recipe("exact", self_test_bound=5e-4, cost={"hopper": 1.0, "ada": 1.0})
 
-# The ladder, most precise first. Calibration walks it in this order.
+# The most precise first.
 RECIPES: dict[str, Recipe] = {
     r.name: r
     for r in (
         EXACT,
-        Recipe("qk_int8_pv_fp16", 8, "fp16", smooth="k"),
-        Recipe("qk_int8_pv_fp8", 8, "fp8", smooth="k", smooth_v=True),
-        Recipe("qk_int4_pv_fp16", 4, "fp16", smooth="qk"),
-        Recipe("qk_int4_pv_fp8", 4, "fp8", smooth="qk", smooth_v=True),
+        Recipe(
+            "qk_int8_pv_fp16", 8, "fp16", smooth="k",
+            self_test_bound=0.02, column="sage2_pv_fp16", cost={"hopper": 0.83, "ada": 0.51},
+        ),
+        Recipe(
+            "qk_int8_pv_fp8", 8, "fp8", smooth="k", smooth_v=True,
+            self_test_bound=0.06, column="sage2", cost={"hopper": 0.69, "ada": 0.39},
+        ),
+        Recipe("qk_int4_pv_fp16", 4, "fp16", smooth="qk", self_test_bound=0.3),
+        Recipe(
+            "qk_int4_pv_fp8", 4, "fp8", smooth="qk", smooth_v=True,
+            self_test_bound=0.3, cost={"hopper": 1.0, "ada": 0.34},
+        ),
     )
-}
+}  # fmt: skip
+# What calibration chooses from, the cheapest first.
+LADDER = tuple(name for name, recipe in reversed(RECIPES.items()) if recipe.cost)
 
 AUTO = "sage2"  # the default recipe of the device, with the length thresholds of `Limits`
 DEFAULT_RECIPE = "qk_int8_pv_fp8"
@@ -127,7 +166,7 @@ class Call(NamedTuple):
     before any launch, needs no device sync and is constant under torch.compile.
     """
 
-    backend: str  # what computes quantized recipes there: "reference", "sm90", "none"
+    backend: str  # what computes quantized recipes there: a name of backends.BACKENDS, or "none"
     device: str  # "cpu", "cuda"
     dtype: str  # "float32", "float16", "bfloat16", "mixed", ...
     head_dim: int
@@ -169,69 +208,5 @@ class Limits:
     crossover: bool = True
 
 
+USUAL_LIMITS = Limits()
 NO_LIMITS = Limits(min_q_len=1, min_kv_len=1, quantize_fp32=True, crossover=False)
-
-CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
-
-
-def breaks_even(recipe: Recipe, call: Call) -> bool:
-    """Is the whole quantized call at least as fast as exact attention, by the break-even lengths in `call`?
-
-    A length L was measured with q_len = kv_len = L and batch x heads = CROSSOVER_HEADS. Below it the rewriting of K
-    and V (which grows with kv_len, while what it saves grows with q_len) and the start of a kernel cost more than the
-    faster products save. So both lengths must reach L, and the call must hold as much work, batch x heads x q_len x
-    kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
-    """
-    length = dict(call.crossover).get(recipe.name, 0)
-    if call.q_len < length or call.kv_len < length:
-        return False
-    return call.batch * call.num_heads * call.q_len * call.kv_len >= CROSSOVER_HEADS * length * length
-
-
-def why_not(recipe: Recipe, call: Call, limits: Limits = Limits()) -> str | None:
-    """Why `recipe` will not run this call on the backend of its device, or None if it will.
-
-    The reasons are stable words: they are counted, printed in reports and matched in tests.
-    """
-    if recipe.is_exact:
-        return "policy"
-    if call.needs_grad:
-        return "needs_grad"
-    if call.dropout:
-        return "dropout"
-    if call.dtype == "float32":
-        if not limits.quantize_fp32:
-            return "dtype_float32"
-    elif call.dtype not in ("float16", "bfloat16"):
-        return f"dtype_{call.dtype}"
-    if call.q_len == 0 or call.kv_len == 0:
-        return "empty"
-    if call.q_len < limits.min_q_len:
-        return "decode" if call.q_len == 1 else "short_q"
-    if call.kv_len < limits.min_kv_len:
-        return "short_kv"
-    if call.backend == "reference":
-        # INT8 products of up to 1,024 channels are exact in the float32 matmul that the reference uses.
-        return "head_dim" if call.head_dim > 1024 else None
-    if call.backend == "sm90":
-        return _sm90_why_not(recipe, call) or (_sm90_no_gain(recipe, call) if limits.crossover else None)
-    return f"no_kernel_for_{call.device}"
-
-
-def _sm90_no_gain(recipe: Recipe, call: Call) -> str | None:
-    """Why the Hopper kernel would be slower than the exact path, or None. Added masks cost it more than torch."""
-    if call.mask == "float":
-        return "mask_float"
-    return None if breaks_even(recipe, call) else "short"
-
-
-def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
-    """What the Hopper kernel does not take yet, as stable reasons."""
-    if (recipe.granularity, recipe.tiling) != (EXACT.granularity, EXACT.tiling):  # its tiles are what they are
-        return "variant"
-    if call.dtype == "float32":
-        return "dtype_float32"
-    if call.head_dim > (128 if recipe.pv == "fp16" or recipe.qk_bits == 4 or recipe.smooth_q else 256):
-        return "head_dim"
-    held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
-    return "v_head_dim" if call.v_head_dim > held else None

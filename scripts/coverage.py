@@ -38,11 +38,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 
 import sage_patch  # noqa: E402
 import zoo.families as zoo  # noqa: E402
+from sage_patch.backends import why_not  # noqa: E402
 from sage_patch.dispatch import Options, choose, describe  # noqa: E402
 from sage_patch.integrations import transformers as adapter  # noqa: E402
 from sage_patch.integrations.sites import TAG  # noqa: E402
 from sage_patch.patch import PatchError  # noqa: E402
-from sage_patch.recipes import Call, Limits, parse_recipe, why_not  # noqa: E402
+from sage_patch.recipes import Call, Limits, parse_recipe  # noqa: E402
 
 LONG_ENOUGH = Limits(min_q_len=1, min_kv_len=1)  # a call without measured lengths is never "short"
 RECIPE = parse_recipe("sage2")

@@ -3,7 +3,7 @@
 
     python scripts/gpu_check.py --out FOLDER [--only tests,bench] [--tests EXPRESSION] [--seconds 540]
 
-Steps: build (the library), tests (pytest on the kernels), bench (speed beside the peers), crossover (break-even
+Steps: build (the library), tests (pytest -m gpu), bench (speed beside the peers), crossover (break-even
 lengths, head dimensions between 64 and 128 too), golden and stages (small calls and every stage of the kernel, saved
 for the CPU tests), memcheck and racecheck (compute-sanitizer on the same small calls). FOLDER/gpu_check.json says of
 each step what ran, how it ended and how long it took; the whole output of a step is FOLDER/STEP.txt. The exit status
@@ -28,17 +28,8 @@ SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--tool"]
 
 def steps(out: Path, tests: str) -> dict[str, tuple[int, list[str]]]:
     """Name -> (seconds at most, command), in the order in which they run."""
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/kernels",
-        "-rs",
-        "--maxfail=20",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-    ]
+    options = ["-m", "gpu", "-n", "12", "-rs", "--maxfail=20", "--tb=short", "-p", "no:cacheprovider"]
+    pytest = [sys.executable, "-m", "pytest", *options]
     return {
         "build": (120, [*CLI, "build", "--arch", "90", "--out", str(out / "lib")]),
         "tests": (300, pytest + (["-k", tests] if tests else [])),

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_patch.args import PageArgs
 from sage_patch.evaluation.bench.measure import environment
 from sage_patch.pages import Pages
 
@@ -86,7 +87,7 @@ def ours(query: Tensor, layers: list[Layer]) -> dict[str, Run]:
     scale = 1 / math.sqrt(DIM)
 
     def attend(i: int) -> Tensor:
-        return layers[i].pages.attend(query, scale=scale)[0]
+        return layers[i].pages.attend(query, PageArgs(scale=scale))[0]
 
     def append(i: int) -> Tensor:
         """The last token once more: a step's work, and the store stays as it was."""

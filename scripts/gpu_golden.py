@@ -30,11 +30,12 @@ from sage_patch.kernels import build, library  # noqa: E402
 from sage_patch.reference.emulator.prepare import padded_dim  # noqa: E402
 from sage_patch.reference.emulator.tile_image import TILE_TOKENS  # noqa: E402
 from zoo import golden_stages as golden  # noqa: E402
+from zoo.kernel_calls import make_call  # noqa: E402
 
 START = time.monotonic()
 MOST_BYTES = 1 << 20
 # The units that hold attention kernels, each with its own function that sets where they write.
-SETTERS = {u: f"sage2_set_dump_{Path(u).stem}" for u in build.UNITS if u.startswith("fwd_")}
+SETTERS = {u: f"sage2_set_dump_{Path(u).stem}" for u in build.units() if u.startswith("fwd_")}
 QUIET = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
@@ -49,10 +50,10 @@ def build_dump(folder: Path) -> ctypes.CDLL:
     nvcc = build.find_nvcc()
     if nvcc is None:
         raise SystemExit("no nvcc was found")
-    target = f"-gencode={build.ARCHITECTURES['90']}"
+    target = "-gencode=arch=compute_90a,code=sm_90a"
     sources = build.source_dir()
     started = []
-    for u in build.UNITS:
+    for u in build.units():
         hooks = [f"-DSAGE2_DUMP={SETTERS[u]}"] if u in SETTERS else []
         command = [nvcc, "-c", target, *build.FLAGS, *hooks, sources / u, "-o", folder / f"{u}.o"]
         started.append(subprocess.Popen(command, **QUIET))
@@ -60,7 +61,7 @@ def build_dump(folder: Path) -> ctypes.CDLL:
         output, _ = process.communicate()
         if process.returncode:
             raise SystemExit(output)
-    objects = [folder / f"{u}.o" for u in build.UNITS]
+    objects = [folder / f"{u}.o" for u in build.units()]
     subprocess.run([nvcc, target, *build.LINK_FLAGS, *objects, "-o", folder / "dump.so"], check=True)
     lib = ctypes.CDLL(str(folder / "dump.so"))
     lib.sage2_last_error.restype = ctypes.c_char_p
@@ -82,8 +83,8 @@ def run_case(lib: ctypes.CDLL, case: golden.Case, recipe: str) -> dict[str, torc
         "m": torch.zeros(*rows, case.tiles, device="cuda"),
         "t": torch.zeros(*rows, case.tiles, dim + 1, device="cuda"),
     }
-    product = library.make_call(*tensors, recipe=recipe, **options)
-    debug = library.make_call(*tensors, recipe=recipe, **options)
+    product = make_call(*tensors, recipe=recipe, **options)
+    debug = make_call(*tensors, recipe=recipe, **options)
     product.run()
     torch.cuda.synchronize()
     to = Dump(*(x.data_ptr() for x in stages.values()))
@@ -120,7 +121,7 @@ def main() -> None:
     saved: dict[str, np.ndarray] = {"meta": np.array(json.dumps(environment()))}
     with tempfile.TemporaryDirectory() as tmp:
         lib = build_dump(Path(tmp))
-        library.load()
+        library.prepare(None)
         print(f"both libraries ready after {time.monotonic() - START:.1f} s", flush=True)
         for case in golden.CASES:
             for recipe in case.recipes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_patch.evaluation.bench.measure import environment, median_ms
-from sage_patch.kernels import library
-from sage_patch.kernels.library import Extras
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests")]
+
+from sage_patch.evaluation.bench.measure import environment, median_ms  # noqa: E402
+from zoo.kernel_calls import Extras, forward, make_call  # noqa: E402
 
 HEADS, DIM, ROWS = 32, 128, 16
 
@@ -81,11 +83,11 @@ def measure(name: str, case: dict[str, Any], n: int, recipe: str) -> dict[str, A
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, n, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     options = {"scale": 1 / math.sqrt(DIM), "recipe": recipe, "is_causal": case.get("is_causal", False)}
-    run = lambda: library.forward(q, k, v, **options, extras=case.get("extras"))[0]  # noqa: E731
+    run = lambda: forward(q, k, v, **options, extras=case.get("extras"))[0]  # noqa: E731
     rows = torch.linspace(0, n - 1, ROWS, device="cuda").long()
     want = exact_rows(q, k, v, rows, case["added"](rows), case.get("softcap", 0.0), case.get("sinks"))
     error = float((run()[:, :, rows].double() - want).abs().sum() / want.abs().sum())
-    call = library.make_call(q, k, v, **options, extras=case.get("extras"))
+    call = make_call(q, k, v, **options, extras=case.get("extras"))
     call.prepare()
     row = {
         "case": name, "recipe": recipe, "q_len": n, "kv_len": n, "batch": 1, "num_heads": HEADS, "head_dim": DIM,

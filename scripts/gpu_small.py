@@ -20,9 +20,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from oracle import KERNEL_TOLERANCE, attention, measure  # noqa: E402
-from sage_patch.kernels import library  # noqa: E402
 from sage_patch.reference.emulator import prepare as mirror  # noqa: E402
 from zoo import golden_stages  # noqa: E402
+from zoo.kernel_calls import forward, make_call  # noqa: E402
 
 
 def tensors(d: int, n: int, kn: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -37,7 +37,7 @@ def tensors(d: int, n: int, kn: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def like_the_emulator(case: golden_stages.Case, recipe: str) -> bool:
     """One call with masks, softcap or the like; whether its output is the emulator's up to a few roundings."""
     tensors, options = golden_stages.on_gpu(case)
-    call = library.make_call(*tensors, recipe=recipe, **options)
+    call = make_call(*tensors, recipe=recipe, **options)
     call.run()
     want = torch.zeros_like(call.out, device="cpu")
     for part in golden_stages.emulated(case, recipe):
@@ -61,7 +61,7 @@ def main() -> None:
             for causal in (False, True):
                 for shift in (0, 1):  # 1: rows that are not 16-byte aligned
                     q, k, v = (torch.cat([x.flatten()[:shift], x.flatten()]).cuda()[shift:].view(x.shape) for x in host)
-                    call = library.make_call(q, k, v, scale=d**-0.5, is_causal=causal, recipe=recipe, return_lse=True)
+                    call = make_call(q, k, v, scale=d**-0.5, is_causal=causal, recipe=recipe, return_lse=True)
                     call.run()
                     ref, _ = attention(q, k, v, is_causal=causal)
                     found = measure(call.out, ref)
@@ -80,7 +80,7 @@ def main() -> None:
                 saved[f"{d}.{n}.{recipe}.{name}"] = x.numpy()
     lens = torch.tensor([5, 0, 77], dtype=torch.int32, device="cuda")
     x = torch.randn(3, 2, 77, 64, device="cuda").bfloat16()
-    library.forward(x, x, x, scale=0.1, kv_lens=lens, is_causal=True, return_lse=True)
+    forward(x, x, x, scale=0.1, kv_lens=lens, is_causal=True, return_lse=True)
     for case in golden_stages.CASES:  # masks, windows, softcap, sinks, padding, sequences, INT4
         if case.has_extras or case.int4:
             for recipe in case.recipes:

@@ -22,9 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 import sage_patch  # noqa: E402
+from sage_patch.backends import why_not  # noqa: E402
 from sage_patch.dispatch import Options, describe  # noqa: E402
 from sage_patch.policy import Plan  # noqa: E402
-from sage_patch.recipes import parse_recipe, why_not  # noqa: E402
+from sage_patch.recipes import parse_recipe  # noqa: E402
 from zoo.architectures import Architecture, architectures  # noqa: E402
 
 PAGE = ROOT / "docs" / "families.md"

@@ -12,6 +12,7 @@ from sage_patch.evaluation.ablation import Captured, capture
 from sage_patch.evaluation.anatomy import AnatomyError, anatomy
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.kernels import ops
+from sage_patch.kernels.plain import visibility_of
 from sage_patch.reference.exact import exact_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +45,7 @@ def table(lines: list[str]) -> torch.Tensor:
 def test_the_exact_map_is_the_attention_weights_added_up_in_bins(calls):
     found = anatomy(calls, "model.layers.1.self_attn", 1)
     call = calls[1].call
-    weights = exact_weights(call.query, call.key, ops.visibility_of(480, 480, None, -1, 0, False), scale=call.scale)
+    weights = exact_weights(call.query, call.key, visibility_of(480, 480, None, -1, 0, False), scale=call.scale)
     expected = weights[0, 1].reshape(96, 5, 96, 5).sum(-1).mean(1)  # 480 tokens in 96 bins of 5
     got = table(found["maps"]["exact"])
     assert got.shape == (96, 96) and float((got - expected).abs().max()) <= 0.51e-5

@@ -134,7 +134,7 @@ def test_peers_that_are_not_installed_say_so() -> None:
     )
 
 
-@pytest.mark.skipif(build.find_nvcc() is None or build.find_ninja() is None, reason="no nvcc or no ninja")
+@pytest.mark.nvcc
 def test_build_writes_a_library_and_says_what(tmp_path: Path) -> None:
     done = invoke("build", "--arch", "sm_90a", "--out", str(tmp_path))
     assert done.exit_code == 0 and (tmp_path / "libsage2-sm90.so").is_file()

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from sage_patch.backends import why_not
 from sage_patch.dispatch import choose
 from sage_patch.kernels import build, crossover
 from sage_patch.policy import Policy
-from sage_patch.recipes import NO_LIMITS, RECIPES, Call, Limits, parse_recipe, why_not
+from sage_patch.recipes import NO_LIMITS, RECIPES, Call, Limits, parse_recipe
 
 ROOT = Path(__file__).parents[1]
 SAGE2 = parse_recipe("sage2")

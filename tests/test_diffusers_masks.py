@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 import oracle
 import sage_patch
 import zoo.diffusers_matrix as zoo
+from sage_patch.args import key_padding
+from sage_patch.backends import why_not
 from sage_patch.dispatch import Options, describe
-from sage_patch.kernels.ops import key_padding
-from sage_patch.recipes import parse_recipe, why_not
+from sage_patch.recipes import parse_recipe
 from tiny import EVERYTHING, EXACT
 
 BATCH, HEADS, TOKENS, DIM = 3, 2, 97, 32

@@ -144,7 +144,7 @@ def test_transformers_models_that_add_their_masks(name, expected, monkeypatch):
 def test_diffusers_models_that_add_their_masks(name, expected, monkeypatch):
     """OmniGen's layers share one mask; in LTX, as in all that repeat text padding for every head, each call has its own
     copy and stays exact: so few keys are too short for a kernel anyway."""
-    import zoo.diffusers_matrix as diffusers_matrix
+    from zoo import diffusers_matrix
 
     reasons = as_on_hopper(monkeypatch, diffusers)
     denoiser = next(d for d in diffusers_matrix.denoisers() if d.name == name)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from oracle import QUANTIZED, qkv
+from sage_patch.backends import why_not
 from sage_patch.kernels import ops
-from sage_patch.recipes import NO_LIMITS, Call, parse_recipe, why_not
+from sage_patch.recipes import NO_LIMITS, Call, parse_recipe
 from zoo.calls import ALL, DEFAULT, run
 
 

@@ -18,17 +18,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "reasons": set(),
     "recipes": set(),
+    "args": set(),
+    "backends": {"recipes"},
     "yamltext": set(),
     "policy": {"recipes"},
     "schema": {"policy", "recipes"},
     "config": {"schema", "policy", "recipes", "yamltext"},
-    "reference": {"recipes"},
-    "kernels": {"recipes", "reference"},  # only ops.py: see below
-    "pages": {"reference", "kernels"},
-    "dispatch": {"recipes", "reference", "kernels", "pages"},
+    "reference": {"recipes", "args"},
+    "kernels": {"recipes", "backends", "args", "reference"},  # the reference only in plain.py: see below
+    "pages": {"args", "backends", "reference", "kernels"},
+    "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "attention": {"dispatch", "recipes", "reference", "kernels"},
     "fingerprint": {"policy"},
-    "integrations": {"dispatch", "attention", "pages", "policy", "recipes"},
+    "integrations": {"dispatch", "attention", "pages", "policy", "recipes", "backends", "args", "kernels"},
     "patch": {"integrations", "fingerprint", "dispatch", "attention", "kernels", "policy", "recipes"},
     "evaluation": {
         "patch",
@@ -37,6 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "attention",
         "kernels",
         "reference",
+        "backends",
+        "args",
         "schema",
         "policy",
         "recipes",
@@ -46,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_hook": {"integrations"},
     "": {"_hook", "attention", "dispatch", "config", "integrations", "patch", "policy", "recipes"},  # __init__: lazily
 }
-STANDARD_LIBRARY_ONLY = {"errors", "policy", "reasons", "recipes"}
+STANDARD_LIBRARY_ONLY = {"backends", "errors", "policy", "reasons", "recipes"}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say
 MAY_IMPORT_HUGGING_FACE = {
     "integrations/configurations",
@@ -124,12 +128,12 @@ def test_hugging_face_is_imported_in_few_places_and_inside_functions(path: Path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_only_kernels_know_ctypes_and_only_the_operator_knows_the_reference(path: Path) -> None:
+def test_only_kernels_know_ctypes_and_only_plain_knows_the_reference(path: Path) -> None:
     for name, _ in imports(path):
         if name.split(".")[0] == "ctypes":
             assert part_of(path) == "kernels", f"{module_of(path)} imports {name}"
         if part_of(path) == "kernels" and name.startswith("sage_patch.reference"):
-            assert module_of(path) == "kernels/ops", f"{module_of(path)} imports {name}"
+            assert module_of(path) == "kernels/plain", f"{module_of(path)} imports {name}"
 
 
 def run(code: str) -> str:

@@ -9,7 +9,7 @@ from transformers import masking_utils
 from sage_patch.dispatch import Options
 from sage_patch.integrations.masks import MaskPattern, classify, pattern_of
 from sage_patch.integrations.transformers import register
-from sage_patch.kernels.ops import visibility_of, with_run
+from sage_patch.kernels.plain import visibility_of, with_run
 from tiny import text_config
 
 

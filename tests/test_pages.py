@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oracle import T8F8, Tolerance, assert_attention_close, attention, normal
+from sage_patch.args import PageArgs
 from sage_patch.pages import SLAB_PAGES, Pages
 from sage_patch.reference.emulator.pages import emulate, plan
 from sage_patch.reference.emulator.prepare import prepare
@@ -115,7 +116,7 @@ def test_dequantized_tokens_are_within_half_a_step(dim: int) -> None:
 def test_attention_over_pages_is_close_to_the_oracle(length: int, heads: int, dim: int, q_len: int) -> None:
     key, value = kv(length, dim=dim)
     query = normal(2, heads, min(q_len, length), dim, seed=5)
-    out, lse = filled(key, value).attend(query, scale=dim**-0.5, return_lse=True)
+    out, lse = filled(key, value).attend(query, PageArgs(scale=dim**-0.5, return_lse=True))
     want, want_lse = attention(query, key, value, is_causal=True)
     assert_attention_close(out, want, T8F8)
     assert out.dtype == query.dtype and out.shape == query.shape
@@ -137,7 +138,7 @@ def test_options(name: str) -> None:
     options = {"scale": 0.125, **OPTIONS[name]}
     key, value = kv(700)
     query = normal(2, 4, 40, 64, seed=5)
-    out, lse = filled(key, value).attend(query, return_lse=True, **options)
+    out, lse = filled(key, value).attend(query, PageArgs(return_lse=True, **options))
     left, causal = options.pop("left", -1), options.pop("is_causal", True)
     want, want_lse = attention(query, key, value, window=(left, 0) if causal else None, **options)
     assert_attention_close(out, want, T8F8)
@@ -151,7 +152,7 @@ def test_left_padding(q_len: int) -> None:
     starts = torch.tensor([0, 333], dtype=torch.int32)
     query = normal(2, 4, q_len, 64, seed=5)
     pages = filled(key, value)
-    out, lse = pages.attend(query, scale=0.125, kv_starts=starts, return_lse=True)
+    out, lse = pages.attend(query, PageArgs(scale=0.125, kv_starts=starts, return_lse=True))
     real = (torch.arange(700) >= starts[:, None])[:, None, None]
     want, want_lse = attention(query, key, value, real, is_causal=True)
     assert_attention_close(out, want, T8F8)
@@ -164,10 +165,10 @@ def test_a_mask_covers_the_last_tokens() -> None:
     query = normal(2, 4, 9, 64, seed=5)
     mask = torch.rand(2, 4, 9, 333, generator=torch.Generator().manual_seed(3)) > 0.4
     mask[0, 1, 4] = False
-    out, _ = filled(key, value).attend(query, scale=0.125, is_causal=False, attn_mask=mask)
+    out, _ = filled(key, value).attend(query, PageArgs(scale=0.125, is_causal=False, attn_mask=mask))
     want, _ = attention(query, key, value, torch.nn.functional.pad(mask, (367, 0)))
     assert_attention_close(out, want, T8F8)
-    broadcast, _ = filled(key, value).attend(query, scale=0.125, is_causal=False, attn_mask=mask[:1, :1])
+    broadcast, _ = filled(key, value).attend(query, PageArgs(scale=0.125, is_causal=False, attn_mask=mask[:1, :1]))
     want, _ = attention(query, key, value, torch.nn.functional.pad(mask[:1, :1], (367, 0)))
     assert_attention_close(broadcast, want, T8F8)
 
@@ -179,13 +180,15 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(bad: floa
     broken_key, broken_value = key.clone(), value.clone()
     (broken_key if which == "key" else broken_value)[0, :, 140, 3] = bad
     query = normal(2, 4, 200, 64, seed=5)
-    clean, _ = filled(key, value).attend(query, scale=0.125)
+    clean, _ = filled(key, value).attend(query, PageArgs(scale=0.125))
     pages = filled(broken_key, broken_value)
-    out, _ = pages.attend(query, scale=0.125)
+    out, _ = pages.attend(query, PageArgs(scale=0.125))
     sees = torch.arange(100, 300) >= 140
     assert out[0, :, sees].isnan().all()
     assert torch.isfinite(out[0, :, ~sees]).all() and torch.isfinite(out[1]).all()
-    masked, _ = pages.attend(query[:, :, 160:], scale=0.125, kv_starts=torch.tensor([141, 0], dtype=torch.int32))
+    masked, _ = pages.attend(
+        query[:, :, 160:], PageArgs(scale=0.125, kv_starts=torch.tensor([141, 0], dtype=torch.int32))
+    )
     assert torch.isfinite(masked).all()
     assert torch.equal(masked[1], clean[1, :, 160:])
 
@@ -200,7 +203,7 @@ def test_a_mean_that_drifts_costs_accuracy_and_nothing_else(drift: int, toleranc
     key[:, :, 300:] += drift
     value[:, :, 300:] -= drift / 10
     query = normal(2, 4, 16, 64, dtype=torch.float32, seed=5)
-    out, lse = filled(key, value, [300, 731]).attend(query, scale=0.125, return_lse=True)
+    out, lse = filled(key, value, [300, 731]).attend(query, PageArgs(scale=0.125, return_lse=True))
     want, want_lse = attention(query, key, value, is_causal=True)
     assert_attention_close(out, want, tolerance)
     assert (lse - want_lse).abs().max() < 0.02 * drift
@@ -208,12 +211,12 @@ def test_a_mean_that_drifts_costs_accuracy_and_nothing_else(drift: int, toleranc
 
 def test_an_empty_store_and_no_queries() -> None:
     pages = Pages(2, 2, 64, torch.float16, "cpu")
-    out, lse = pages.attend(normal(2, 4, 1, 64), scale=0.125, return_lse=True)
+    out, lse = pages.attend(normal(2, 4, 1, 64), PageArgs(scale=0.125, return_lse=True))
     assert not out.any() and lse.isneginf().all()
     pages.append(*kv(0))
     assert pages.length == 0 and pages.dequantize()[0].shape == (2, 2, 0, 64)
     pages.append(*kv(5))
-    assert pages.attend(normal(2, 4, 0, 64), scale=0.125)[0].shape == (2, 4, 0, 64)
+    assert pages.attend(normal(2, 4, 0, 64), PageArgs(scale=0.125))[0].shape == (2, 4, 0, 64)
 
 
 @pytest.mark.parametrize("end", [599, 512, 511, 480, 473])
@@ -236,7 +239,7 @@ def test_crop_behind_the_tail_reopens_the_page_and_says_so() -> None:
     query = normal(2, 4, 20, 64, dtype=torch.float32, seed=5)
     pages.append(key[:, :, 300:700], value[:, :, 300:700])
     want, _ = attention(query, key[:, :, :700], value[:, :, :700], is_causal=True)
-    assert_attention_close(pages.attend(query, scale=0.125)[0], want, T8F8)
+    assert_attention_close(pages.attend(query, PageArgs(scale=0.125))[0], want, T8F8)
     pages.crop(700 - 256)  # at the edge of a page there is nothing to reopen
     pages.crop(1000)
     assert (pages.length, pages.pages_reopened) == (0, 1)
@@ -290,20 +293,22 @@ def test_a_window_keeps_memory_bounded_and_answers_as_the_whole_store() -> None:
         if at > 500:  # the first piece's own attention runs on its own tensors
             query = normal(2, 4, n, 64, seed=at)
             options = dict(scale=0.125, left=WINDOW - 1, return_lse=True)
-            for a, b in zip(pages.attend(query, **options), whole.attend(query, **options), strict=True):
+            for a, b in zip(
+                pages.attend(query, PageArgs(**options)), whole.attend(query, PageArgs(**options)), strict=True
+            ):
                 assert torch.equal(a, b)
     assert len(pages.slabs) * pages.slab_pages <= 4  # 60 + 199 tokens touch so many pages
     assert pages.first_token == (at - 60 - WINDOW + 1) // PAGE_TOKENS * PAGE_TOKENS
     with pytest.raises(ValueError, match="has dropped what came before"):
-        pages.attend(query, scale=0.125)
+        pages.attend(query, PageArgs(scale=0.125))
     with pytest.raises(ValueError, match="have left the window"):
         pages.dequantize()
     # a long first piece does not even write what the next query cannot see
     pages = filled(key, value, window=WINDOW)
     assert (pages.first_token, pages.slab_pages * len(pages.slabs)) == (30 * PAGE_TOKENS, 2)
     query = normal(2, 4, 1, 64, seed=1)
-    expected, _ = filled(key, value).attend(query, scale=0.125, left=WINDOW - 1)
-    assert torch.equal(pages.attend(query, scale=0.125, left=WINDOW - 1)[0], expected)
+    expected, _ = filled(key, value).attend(query, PageArgs(scale=0.125, left=WINDOW - 1))
+    assert torch.equal(pages.attend(query, PageArgs(scale=0.125, left=WINDOW - 1))[0], expected)
 
 
 def test_a_window_that_keeps_its_past_can_go_back() -> None:
@@ -386,8 +391,8 @@ def test_the_kernels_parts_add_up(sms: int, q_len: int, options: dict) -> None:
     query = normal(2, 4, q_len, 64, seed=4)
     pages = filled(key, value)
     starts = torch.tensor([0, 333], dtype=torch.int32)
-    out, lse = emulate(pages, query, scale=0.125, kv_starts=starts, sms=sms, **options)
-    want, want_lse = pages.attend(query, scale=0.125, kv_starts=starts, return_lse=True, **options)
+    out, lse = emulate(pages, query, PageArgs(scale=0.125, kv_starts=starts, **options), sms=sms)
+    want, want_lse = pages.attend(query, PageArgs(scale=0.125, kv_starts=starts, return_lse=True, **options))
     assert want_lse is not None
     assert_attention_close(out, want.double(), Tolerance(0.999, 0.02, 0.99, "codes of P"))
     assert (lse - want_lse).abs().max() < 0.02

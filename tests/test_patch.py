@@ -299,13 +299,13 @@ def test_missing_kernels_are_found_at_apply_with_the_model_untouched(monkeypatch
     from sage_patch.kernels import library, ops
     from sage_patch.kernels.build import BuildError
 
-    def no_library():
+    def no_library(index):
         raise BuildError("no nvcc was found")
 
     model = text_model()
     before, registries = snapshot(model), registry_snapshot()
     monkeypatch.setattr(ops, "backend_for", lambda device: "sm90")
-    monkeypatch.setattr(library, "load", no_library)
+    monkeypatch.setattr(library, "prepare", no_library)
     with pytest.raises(BuildError, match="no nvcc"):
         sage_patch.apply(model)
     assert snapshot(model) == before and registry_snapshot() == registries

@@ -82,8 +82,8 @@ def dequantized(recipe: str, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Te
     shift = q.double() @ k_mean.double().transpose(-1, -2)
     columns = torch.ones(*k.shape[:-1], 1, dtype=torch.float64)
     return (
-        torch.cat([q_int.dequantize().double(), q_mean.double(), shift], dim=-1),
-        torch.cat([k_int.dequantize().double(), k_smooth.double(), columns], dim=-1),
+        torch.cat([(q_int.values.float() * q_int.scale[..., None]).double(), q_mean.double(), shift], dim=-1),
+        torch.cat([(k_int.values.float() * k_int.scale[..., None]).double(), k_smooth.double(), columns], dim=-1),
     )
 
 

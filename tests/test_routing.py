@@ -12,12 +12,13 @@ from torch import nn
 import sage_patch
 import zoo.families as zoo
 from sage_patch.attention import UnsupportedCall
+from sage_patch.backends import why_not
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import transformers as adapter
 from sage_patch.integrations.configurations import PACKED_NAMES
 from sage_patch.kernels import ops
 from sage_patch.policy import Policy
-from sage_patch.recipes import Call, Limits, parse_recipe, why_not
+from sage_patch.recipes import Call, Limits, parse_recipe
 from tiny import EVERYTHING, EXACT, logits, relative_l1, scaled_difference, text_model, tokens
 
 FAMILIES = {f.name: f for f in zoo.families()}

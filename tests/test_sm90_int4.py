@@ -15,7 +15,8 @@ from test_sm90_reference import random_mask
 from torch import Tensor
 
 from oracle import RECIPE_TOLERANCE, ROWS_REL_L1, assert_attention_close, attention, measure, qkv
-from sage_patch.recipes import Call, Limits, parse_recipe, why_not
+from sage_patch.backends import why_not
+from sage_patch.recipes import Call, Limits, parse_recipe
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import prepare as sm90_prepare
 from sage_patch.reference.quantize import BLOCK_Q, subtract_block_mean

@@ -20,6 +20,7 @@ from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.judge import LADDER, Judge
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
 from sage_patch.kernels import ops
+from sage_patch.kernels.plain import visibility_of
 from sage_patch.patch import applied
 from sage_patch.policy import Policy
 from sage_patch.recipes import parse_recipe
@@ -138,7 +139,7 @@ def score(captured: Captured, recipe: str) -> dict[str, float]:
 
 def attend(call: ops.ObservedCall, recipe: str) -> Tensor:
     """The call's output [B, Hq, q_len, Dv] in float32 under a recipe of the reference backend."""
-    visibility = ops.visibility_of(
+    visibility = visibility_of(
         call.query.shape[2], call.key.shape[2], call.attn_mask, call.left, call.right, call.top_left
     )
     tensors = (call.query.float(), call.key.float(), call.value.float())

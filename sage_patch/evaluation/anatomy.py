@@ -14,6 +14,7 @@ from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.ablation import Captured, attend
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
 from sage_patch.kernels import ops
+from sage_patch.kernels.plain import visibility_of
 from sage_patch.reference.quantize import hide, key_groups, quantize_int, query_groups, subtract_mean
 
 # What a map is drawn of: the naive and the repaired INT4 differ in smoothing alone.
@@ -150,7 +151,7 @@ def _lines(small: Tensor) -> list[str]:
 
 def _key(call: ops.ObservedCall) -> dict[str, Any]:
     """Channel magnitudes of one head's K before and after smoothing, and its mean INT4 step."""
-    visibility = ops.visibility_of(
+    visibility = visibility_of(
         call.query.shape[2], call.key.shape[2], call.attn_mask, call.left, call.right, call.top_left
     )
     visible = visibility.visible_keys(1, call.key.device)

@@ -13,6 +13,8 @@ import torch
 
 from sage_patch.attention import UnsupportedCall, sage_attention
 from sage_patch.evaluation.metrics import relative_l1
+from sage_patch.kernels import ops
+from sage_patch.recipes import RECIPES, Recipe
 
 PACKAGES = (
     "sage-patch",
@@ -25,16 +27,6 @@ PACKAGES = (
     "torchmetrics",
     "av",
 )
-
-# Relative L1 error of attention on the self-test's input, against float64: measured on the reference backend, plus
-# half. A wrong scale, mask or layout misses them by an order of magnitude.
-SELF_TEST_BOUNDS = {
-    "exact": 5e-4,
-    "qk_int8_pv_fp16": 0.02,
-    "qk_int8_pv_fp8": 0.06,
-    "qk_int4_pv_fp16": 0.3,
-    "qk_int4_pv_fp8": 0.3,
-}
 
 
 def environment() -> dict[str, Any]:
@@ -52,23 +44,30 @@ def environment() -> dict[str, Any]:
 def self_test() -> list[dict[str, Any]]:
     """Every recipe on every device against float64: device, recipe, error (relative L1), bound and result.
 
+    backend: what computes the device's quantized recipes. bound: the recipe's own; a recipe without one is "wrong".
     result: "ok", "wrong", or "unavailable: reason" where a recipe cannot run on the device. Takes seconds.
     """
-    return [_test(device, recipe) for device in _devices() for recipe in SELF_TEST_BOUNDS]
+    return [_test(device, recipe) for device in _devices() for recipe in RECIPES.values()]
 
 
 def _devices() -> list[str]:
     return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
-def _test(device: str, recipe: str) -> dict[str, Any]:
+def _test(device: str, recipe: Recipe) -> dict[str, Any]:
     """A causal call with grouped heads, a KV cache longer than the query, odd lengths and an outlier channel."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 4, 210, 128, generator=generator)
     key, value = (torch.randn(1, 2, 333, 128, generator=generator) for _ in range(2))
     key[..., 5] += 20
     query, key, value = query.half(), key.half(), value.half()
-    row: dict[str, Any] = {"device": device, "recipe": recipe, "error": None, "bound": SELF_TEST_BOUNDS[recipe]}
+    row: dict[str, Any] = {
+        "device": device,
+        "backend": ops.backend_for(torch.device(device)),
+        "recipe": recipe.name,
+        "error": None,
+        "bound": recipe.self_test_bound,
+    }
     try:
         out = sage_attention(
             query.to(device),
@@ -76,14 +75,15 @@ def _test(device: str, recipe: str) -> dict[str, Any]:
             value.to(device),
             is_causal=True,
             enable_gqa=True,
-            recipe=recipe,
+            recipe=recipe.name,
             on_unsupported="error",
         )
     except UnsupportedCall as error:
         return row | {"result": f"unavailable: {str(error).partition(';')[0]}"}
     assert isinstance(out, torch.Tensor)
     row["error"] = relative_l1(out.cpu(), _attention_in_float64(query, key, value))
-    return row | {"result": "ok" if row["error"] <= row["bound"] else "wrong"}
+    within = recipe.self_test_bound is not None and row["error"] <= recipe.self_test_bound
+    return row | {"result": "ok" if within else "wrong"}
 
 
 def _attention_in_float64(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,9 @@ from sage_patch.evaluation.models import ModelError, load_pipeline, load_text_mo
 from sage_patch.evaluation.text import Progress, encode_prompt, forward_logits, generate_greedy, text_windows
 from sage_patch.patch import applied, model_hash, plan
 from sage_patch.policy import Plan, Policy
+from sage_patch.recipes import LADDER as LADDER
 from sage_patch.schema import PictureTask, RunConfig, TextTask
 
-LADDER = ("qk_int4_pv_fp8", "qk_int8_pv_fp8", "qk_int8_pv_fp16", "exact")  # cheapest first
 _UNAVAILABLE = "unavailable: "  # what stands before a reason that takes a figure's place
 _KEPT_LOGITS = 4 << 30  # bytes of the unpatched model's logits; those of later windows are computed again
 

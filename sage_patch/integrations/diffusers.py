@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
 from sage_patch.dispatch import Options, UnsupportedCall, attend, choose, describe, tick, unify
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.intercept import rebound_methods
 from sage_patch.integrations.sites import TAG, SiteTag, place_of
+from sage_patch.kernels.torch_private import function_modes, torch_functions_in_force
 from sage_patch.policy import AttentionSite, Role
 
 # Parts of a pipeline that denoise, by name or by where their class lives. Autoencoders and encoders are left alone.
@@ -296,9 +296,9 @@ def _sdpa(
 def _is_watched() -> bool:
     """Whether a function mode of diffusers waits for this very call to change its result, as skip_attention_scores
     does. It would not see ours."""
-    if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+    if torch.compiler.is_compiling() or not torch_functions_in_force():
         return False
-    return any(type(mode).__module__.startswith("diffusers.") for mode in _get_current_function_mode_stack())
+    return any(type(mode).__module__.startswith("diffusers.") for mode in function_modes())
 
 
 def _describe(full_name: str, name: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionSite:

@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sage_patch.backends import why_not
 from sage_patch.dispatch import Options, mask_kind
-from sage_patch.recipes import Call, Limits, Recipe, why_not
+from sage_patch.recipes import Call, Limits, Recipe
 
 _NOTE = "_sage_patch_hides"
 # exp of such a score is 0 beside any other, in every dtype: what diffusers adds, and what the lowest numbers are below.

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from sage_patch.dispatch import UnsupportedCall, attend_pages, tick
+from sage_patch.args import PageArgs
+from sage_patch.dispatch import UnsupportedCall, attend_pages, scale_for, tick
 from sage_patch.integrations.masks import MaskPattern, pattern_of
 from sage_patch.integrations.sites import SiteTag
+from sage_patch.kernels.torch_private import tree_map_only
 from sage_patch.pages import Pages
 
 
@@ -155,10 +156,8 @@ def attend_cached(
             starts = _at_least(starts, reading)
     if mask is not None:
         causal, mask = False, mask.expand(-1, -1, q_len, -1)
-    out = attend_pages(
-        pages, query, scale=scale, left=left, is_causal=causal, kv_starts=starts, attn_mask=mask,
-        softcap=softcap, sinks=sinks, site=site,
-    )  # fmt: skip
+    args = PageArgs(scale_for(scale, query.shape[-1]), left, causal, starts, mask, softcap, sinks)
+    out = attend_pages(pages, query, args, site)
     return out.transpose(1, 2).contiguous()
 
 

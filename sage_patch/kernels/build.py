@@ -5,6 +5,9 @@ A prebuilt `libsage2*.so` beside this file is preferred. Otherwise the library i
 under a name that hashes sources, flags and compiler; a file lock makes several processes build once, and an
 atomic rename makes the result appear whole or not at all.
 
+Every unit names the architectures that it is compiled for, in a line `// Architectures: 90a` or `all`; so a family of
+kernels comes with its files.
+
 The build refuses machine code that is slower than it looks: register spills, local memory, or tensor-core
 instructions that ptxas had to serialize.
 """
@@ -27,22 +30,9 @@ from pathlib import Path
 from sage_patch.errors import SagePatchError
 
 HERE = Path(__file__).resolve().parent
-UNITS = (
-    "fwd_sm90_masked.cu",
-    "fwd_sm90_logits.cu",
-    "fwd_sm90.cu",
-    "quantize.cu",
-    "smooth_q.cu",
-    "mask_prepare.cu",
-    "api.cu",
-    "pages_append.cu",
-    "pages_attend.cu",
-    "pages_api.cu",
-)
-# What each architecture of a build asks for; the key is what users and error messages say.
-ARCHITECTURES = {"90": "arch=compute_90a,code=sm_90a"}
 FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL")
+_MARK = re.compile(r"^// Architectures: (.+)$", re.MULTILINE)
 _SERIALIZED = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7519")
 
 
@@ -59,6 +49,38 @@ def source_dir() -> Path:
         f"the CUDA sources are missing: looked for sage2.h in {HERE / 'cuda_kernels'} and "
         f"{HERE.parents[1] / 'cuda_kernels'}; reinstall the package"
     )
+
+
+def units() -> dict[str, tuple[str, ...]]:
+    """The .cu files and the architectures that each names, as nvcc writes them ("90a"); ("all",): those of any build.
+
+    Raises BuildError for a file that names none.
+    """
+    found = {}
+    for path in sorted(source_dir().glob("*.cu"), reverse=True):  # the attention kernels take longest and start early
+        mark = _MARK.search(path.read_text(encoding="utf-8"))
+        if mark is None:
+            raise BuildError(
+                f'{path} does not say what it is compiled for: add a line "// Architectures: 90a", or "all"'
+            )
+        found[path.name] = tuple(mark[1].split())
+    return found
+
+
+def architectures() -> dict[str, str]:
+    """What kernels exist for: the number that users and error messages say -> what nvcc is told, {"90": "90a"}."""
+    named = sorted({a for names in units().values() for a in names} - {"all"}, key=_number)
+    return {str(_number(name)): name for name in named}
+
+
+def _number(architecture: str) -> int:
+    return int(architecture.rstrip("af"))
+
+
+def _targets(unit: tuple[str, ...], architectures: Sequence[str]) -> list[str]:
+    """nvcc's options for one unit in a build for these architectures, as nvcc writes them; empty: it takes no part."""
+    taken = architectures if unit == ("all",) else [a for a in architectures if a in unit]
+    return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in taken]
 
 
 def cache_dir() -> Path:
@@ -100,21 +122,26 @@ def nvcc_version(nvcc: Path) -> str:
     return found.group(1) if found else out.strip()
 
 
-def prebuilt() -> Path | None:
-    return next(iter(sorted(HERE.glob("libsage2*.so"))), None)
+def prebuilt(architecture: str) -> Path | None:
+    """A library beside this file, such as libsage2-sm90-100.so; one whose name says nothing holds what it can."""
+    for path in sorted(HERE.glob("libsage2*.so")):
+        held = re.fullmatch(r"libsage2-sm([\d-]+)", path.stem)
+        if held is None or architecture in held[1].split("-"):
+            return path
+    return None
 
 
-def _check_architectures(architectures: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(
-        dict.fromkeys(a.lower().removeprefix("sm_").removesuffix("a").replace(".", "") for a in architectures)
-    )
-    unknown = [n for n in names if n not in ARCHITECTURES]
-    if not names or unknown:
+def _check_architectures(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The architectures as nvcc writes them, of names such as 90, 9.0, sm_90 and sm_90a."""
+    known = architectures()
+    numbers = tuple(dict.fromkeys(a.lower().removeprefix("sm_").rstrip("af").replace(".", "") for a in wanted))
+    unknown = [n for n in numbers if n not in known]
+    if not numbers or unknown:
         raise BuildError(
             f"cannot build for architecture {', '.join(unknown) or '(none)'}: kernels exist for "
-            f"{', '.join('sm_' + a + 'a' for a in ARCHITECTURES)}"
+            f"{', '.join('sm_' + name for name in known.values())}"
         )
-    return names
+    return tuple(known[n] for n in numbers)
 
 
 def content_key(architectures: Sequence[str], version: str) -> str:
@@ -141,14 +168,22 @@ def check_log(log: str) -> list[str]:
 
 
 def _ninja_file(nvcc: Path, sources: Path, architectures: Sequence[str], output: str) -> str:
-    targets = " ".join(f"-gencode={ARCHITECTURES[a]}" for a in architectures)
+    held = ",".join(str(_number(a)) for a in architectures)
+    flags = " ".join((*FLAGS, f"-DSAGE2_ARCHITECTURES={held}"))
+    everything = " ".join(_targets(("all",), architectures))
     lines = [
         "ninja_required_version = 1.5",
-        f"rule compile\n  command = {nvcc} -c {targets} {' '.join(FLAGS)} $in -o $out",
-        f"rule link\n  command = {nvcc} {targets} {' '.join(LINK_FLAGS)} $in -o $out",
+        f"rule compile\n  command = {nvcc} -c $targets {flags} $in -o $out",
+        f"rule link\n  command = {nvcc} {everything} {' '.join(LINK_FLAGS)} $in -o $out",
     ]
-    lines += [f"build {u}.o: compile {str(sources / u).replace(' ', '$ ')}" for u in UNITS]
-    lines.append(f"build {output}: link {' '.join(u + '.o' for u in UNITS)}")
+    objects = []
+    for unit, named in units().items():
+        targets = _targets(named, architectures)
+        if targets:
+            source = str(sources / unit).replace(" ", "$ ")
+            lines.append(f"build {unit}.o: compile {source}\n  targets = {' '.join(targets)}")
+            objects.append(f"{unit}.o")
+    lines.append(f"build {output}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 
 
@@ -162,7 +197,7 @@ def _lock(path: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def build(architectures: Sequence[str] = ("90",), out: Path | str | None = None) -> Path:
+def build(architectures: Sequence[str], out: Path | str | None = None) -> Path:
     """Build (or find in the cache) the library for these architectures. `out`: also copy it there."""
     names = _check_architectures(architectures)
     nvcc = find_nvcc()
@@ -193,25 +228,25 @@ def build(architectures: Sequence[str] = ("90",), out: Path | str | None = None)
     return library
 
 
-def build_prebuilt(architectures: Sequence[str], out: Path | str | None = None) -> str:
+def build_prebuilt(wanted: Sequence[str], out: Path | str | None = None) -> str:
     """Build a library to ship, and say in one line what was built, where, and in how many seconds.
 
-    out: a folder (the file is named for the architectures), a file ending in .so, or None: beside this package's
-    kernels, where it is preferred over a build of one's own. Raises BuildError as `build` does, and for another file
-    name; OSError where it cannot be written.
+    wanted: none for all that kernels exist for. out: a folder (the file is named for the architectures), a file ending
+    in .so, or None: beside this package's kernels, where it is preferred over a build of one's own. Raises BuildError
+    as `build` does, and for another file name; OSError where it cannot be written.
     """
-    names = _check_architectures(architectures)
+    names = _check_architectures(wanted or list(architectures()))
     target = HERE if out is None else Path(out)
     if target.suffix == ".so":
         pass
     elif target.suffix and not target.is_dir():
         raise BuildError(f"cannot write the library to {target}: give a folder, or a file name that ends in .so")
     else:
-        target = target / f"libsage2-sm{'-'.join(names)}.so"
+        target = target / f"libsage2-sm{'-'.join(str(_number(n)) for n in names)}.so"
     started = time.monotonic()
     path = build(names, target)
     return (
-        f"built {path} for {', '.join('sm_' + n + 'a' for n in names)}: {path.stat().st_size / 1e6:.1f} MB, "
+        f"built {path} for {', '.join('sm_' + n for n in names)}: {path.stat().st_size / 1e6:.1f} MB, "
         f"{time.monotonic() - started:.1f} s"
     )
 
@@ -237,6 +272,7 @@ def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, li
         os.replace(work / library.name, library)
 
 
-def find_library(architectures: Sequence[str] = ("90",)) -> Path:
-    """The library to load: a prebuilt one, else the cached or freshly built one."""
-    return prebuilt() or build(architectures)
+def find_library(architecture: str) -> Path:
+    """The library to load for an architecture: the one that came with the package, if its name says that it holds it,
+    else the cached or freshly built one."""
+    return prebuilt(architecture) or build([architecture])

@@ -2,7 +2,7 @@
 
 The table is crossover.json beside this file; `sage-patch bench --crossover` measures a card and writes its entry into
 the user's own file in the cache folder, which wins. Lengths are counted in tokens (q_len = kv_len), measured with
-batch x heads = recipes.CROSSOVER_HEADS; recipes.breaks_even says what follows for other calls.
+batch x heads = backends.CROSSOVER_HEADS; backends.breaks_even says what follows for other calls.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch
 
 from sage_patch.errors import SagePatchError
 from sage_patch.kernels import build
+from sage_patch.recipes import RECIPES
 
 STEP = 256  # lengths are rounded up to a multiple
 NEVER = 1 << 40  # the length of a recipe that was slower at every measured length (null in the file)
 # The exact peers of a benchmark row: the backends that torch itself may choose.
 EXACT_PEERS = ("sdpa_cudnn", "sdpa_fa2", "sdpa_default")
-OPS = {"qk_int8_pv_fp8": "sage2_op", "qk_int8_pv_fp16": "sage2_pv_fp16_op"}
+OPS = {recipe.name: f"{recipe.column}_op" for recipe in RECIPES.values() if recipe.column}
 
 Card = dict[str, Any]  # {"measured": how, "head_dims": {"128": {"full" | "causal": {recipe: length or None}}}}
 

@@ -6,19 +6,25 @@ library.py packs calls on whole key and value tensors; here they are pages of a 
 from __future__ import annotations
 
 import ctypes
-import struct
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sage_patch.kernels import library
+from sage_patch.args import PageArgs
+from sage_patch.kernels import library, torch_private
+from sage_patch.kernels.structs import CStruct
 
-# struct Sage2Pages of sage2_pages.h
-_ARGS = struct.Struct("@I12i2f3i13PNP16q")
-_DTYPES = {torch.float16: 0, torch.bfloat16: 1}
-_NO_STRIDES = (0, 0, 0)
-_library: ctypes.CDLL | None = None
+# struct Sage2Pages of sage2_pages.h in two pieces: the call, and where it works
+CALL = CStruct(
+    size="I", device="i", capability="i", dtype="i", batch="i", heads="i", kv_heads="i", head_dim="i", tokens="i",
+    length="i", slab_pages="i", first_slab="i", causal="i", left="i", scale="f", softcap="f",
+    mask_first="i", mask_columns="i",
+    q="P", k="P", v="P", out="P", lse="P", slabs="P", tail="P", k_mean="P", v_mean="P", kv_starts="P", mask="P",
+    sinks="P", q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", mask_strides="4q",
+)  # fmt: skip
+PLACE = library.PLACE
+SIZE = CALL.size + PLACE.size
 
 
 class Store(Protocol):
@@ -36,20 +42,8 @@ class Store(Protocol):
     def slab_table(self) -> Tensor: ...
 
 
-def _load() -> ctypes.CDLL:
-    global _library
-    if _library is None:
-        lib = library.load()
-        lib.sage2_page_bytes.restype = ctypes.c_size_t
-        lib.sage2_pages_workspace_bytes.restype = ctypes.c_size_t
-        for name in ("sage2_pages_workspace_bytes", "sage2_pages_append", "sage2_pages_attend"):
-            getattr(lib, name).argtypes = [ctypes.c_char_p]
-        _library = lib
-    return _library
-
-
 def _dtype_code(tensor: Tensor) -> int:
-    code = _DTYPES.get(tensor.dtype)
+    code = library.DTYPES.get(tensor.dtype)
     if code is None:
         raise ValueError(f"dtype {tensor.dtype}: a quantized cache on CUDA holds float16 and bfloat16")
     return code
@@ -66,86 +60,68 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
 
     The slabs must be there; `pages.length` is the caller's to advance. Pages of dropped slabs are not written.
     """
-    lib = _library or _load()
     key, value = _rows(key), _rows(value)
     index = key.get_device()
+    lib, capability = library.of_device(index)
     batch, heads, tokens, head_dim = key.shape
-    ks, vs = key.stride(), value.stride()
-    args = _ARGS.pack(
-        _ARGS.size, index, _dtype_code(key), batch, heads, heads, head_dim, tokens, pages.length,
-        pages.slab_pages, pages.first_slab, 1, -1, 1.0, 0.0, 0, 0, 0,
-        0, key.data_ptr(), value.data_ptr(), 0, 0, pages.slab_table.data_ptr(), pages.tail.data_ptr(),
-        pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), 0, 0, 0, 0, 0, torch._C._cuda_getCurrentRawStream(index),
-        *_NO_STRIDES, *ks[:3], *vs[:3], *_NO_STRIDES, 0, 0, 0, 0,
+    packed = CALL.pack(
+        size=SIZE, device=index, capability=capability, dtype=_dtype_code(key), batch=batch, heads=heads,
+        kv_heads=heads, head_dim=head_dim, tokens=tokens, length=pages.length, slab_pages=pages.slab_pages,
+        first_slab=pages.first_slab, causal=1, left=-1, scale=1.0, k=key.data_ptr(), v=value.data_ptr(),
+        slabs=pages.slab_table.data_ptr(), tail=pages.tail.data_ptr(), k_mean=pages.k_mean.data_ptr(),
+        v_mean=pages.v_mean.data_ptr(), k_strides=key.stride()[:3], v_strides=value.stride()[:3],
     )  # fmt: skip
-    library.check(_on_device(lib.sage2_pages_append, args, index))
+    packed += PLACE.pack(stream=torch_private.current_stream(index))
+    library.check(lib, _on_device(index, lib.sage2_pages_append, packed))
 
 
-def attend(
-    pages: Store,
-    query: Tensor,
-    *,
-    scale: float,
-    left: int = -1,
-    is_causal: bool = True,
-    kv_starts: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def attend(pages: Store, query: Tensor, args: PageArgs) -> tuple[Tensor, Tensor | None]:
     """Attention of `query` [batch, heads, q_len, head_dim] over the store.
 
-    is_causal: the queries are the last q_len tokens of the store, each sees the keys up to its own. left: and at most
-    so many before that one, -1 for all. kv_starts: int32 [batch], keys before it do not exist. attn_mask: bool,
-    broadcastable to [batch, heads, q_len, columns], for the last `columns` tokens of the store; keys before them are
-    hidden. softcap 0: none. sinks: [heads].
     Returns the output, laid out [batch, q_len, heads, head_dim] in memory, and if asked the natural log-sum-exp of the
     true scaled scores, float32 [batch, heads, q_len]. A row that sees no key is zero, its log-sum-exp -inf.
     """
-    lib = _library or _load()
     query = _rows(query)
     index = query.get_device()
+    lib, capability = library.of_device(index)
     batch, heads, tokens, head_dim = query.shape
     out = query.new_empty((batch, tokens, heads, head_dim)).transpose(1, 2)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device) if return_lse else None
-    mask, columns, mask_strides = 0, 0, [0, 0, 0, 0]
-    if attn_mask is not None:
-        if attn_mask.dtype != torch.bool or attn_mask.get_device() != index:
-            raise ValueError(f"attn_mask must be bool on cuda:{index}; got {attn_mask.dtype} on {attn_mask.device}")
-        columns = attn_mask.shape[-1]
-        attn_mask = attn_mask.expand(batch, heads, tokens, columns)
-        mask, mask_strides = attn_mask.data_ptr(), list(attn_mask.stride())
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-    starts = library.address_of("kv_starts", kv_starts, torch.int32, (batch,), index)
-    sink = library.address_of("sinks", sinks, torch.float32, (heads,), index)
-    qs, os = query.stride(), out.stride()
-
-    def packed(workspace: int, size: int, stream: int) -> bytes:
-        return _ARGS.pack(
-            _ARGS.size, index, _dtype_code(query), batch, heads, pages.num_kv_heads, head_dim, tokens, pages.length,
-            pages.slab_pages, pages.first_slab, is_causal, left, scale, softcap, pages.length - columns, columns,
-            0, query.data_ptr(), 0, 0, out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-            pages.slab_table.data_ptr(), 0, pages.k_mean.data_ptr(), pages.v_mean.data_ptr(), starts, mask, sink,
-            workspace, size, stream, *qs[:3], *_NO_STRIDES, *_NO_STRIDES,
-            *os[:3], *mask_strides,
-        )  # fmt: skip
-
-    size = _on_device(lib.sage2_pages_workspace_bytes, packed(0, 0, 0), index)
-    if size == 0:
-        library.check(_on_device(lib.sage2_pages_attend, packed(0, 0, 0), index))  # says what is wrong
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    workspace = torch._C._cuda_cudaCachingAllocator_raw_alloc(size, stream)
-    code = _on_device(lib.sage2_pages_attend, packed(workspace, size, stream), index)
-    torch._C._cuda_cudaCachingAllocator_raw_delete(workspace)  # reused in the stream's order only
-    library.check(code)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=query.device) if args.return_lse else None
+    mask, columns, mask_strides = args.attn_mask, 0, (0, 0, 0, 0)
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.get_device() != index:
+            raise ValueError(f"attn_mask must be bool on cuda:{index}; got {mask.dtype} on {mask.device}")
+        columns = mask.shape[-1]
+        mask = mask.expand(batch, heads, tokens, columns)
+        mask_strides = mask.stride()  # type: ignore[assignment]
+    sinks = None if args.sinks is None else args.sinks.float().contiguous()
+    packed = CALL.pack(
+        size=SIZE, device=index, capability=capability, dtype=_dtype_code(query), batch=batch, heads=heads,
+        kv_heads=pages.num_kv_heads, head_dim=head_dim, tokens=tokens, length=pages.length,
+        slab_pages=pages.slab_pages, first_slab=pages.first_slab, causal=args.is_causal, left=args.left,
+        scale=args.scale, softcap=args.softcap, mask_first=pages.length - columns, mask_columns=columns,
+        q=query.data_ptr(), out=out.data_ptr(), lse=0 if lse is None else lse.data_ptr(),
+        slabs=pages.slab_table.data_ptr(), k_mean=pages.k_mean.data_ptr(), v_mean=pages.v_mean.data_ptr(),
+        kv_starts=library.address_of("kv_starts", args.kv_starts, torch.int32, (batch,), index),
+        mask=0 if mask is None else mask.data_ptr(),
+        sinks=library.address_of("sinks", sinks, torch.float32, (heads,), index),
+        q_strides=query.stride()[:3], out_strides=out.stride()[:3], mask_strides=mask_strides,
+    )  # fmt: skip
+    bytes_needed = ctypes.c_size_t()
+    sized = (packed + PLACE.pack(), ctypes.byref(bytes_needed))
+    library.check(lib, _on_device(index, lib.sage2_pages_workspace_bytes, *sized))
+    size, stream = bytes_needed.value, torch_private.current_stream(index)
+    workspace = torch_private.allocate(size, stream)
+    packed += PLACE.pack(workspace=workspace, workspace_bytes=size, stream=stream)
+    code = _on_device(index, lib.sage2_pages_attend, packed)
+    torch_private.free(workspace)  # reused in the stream's order only
+    library.check(lib, code)
     return out, lse
 
 
-def _on_device(function: object, args: bytes, index: int) -> int:
+def _on_device(index: int, function: Any, *args: Any) -> int:
     """The library works on the current device, which must be the tensors'."""
-    if index < 0 or index == torch._C._cuda_getDevice():
-        return function(args)  # type: ignore[operator, no-any-return]
+    if index < 0 or index == torch_private.current_device():
+        return function(*args)  # type: ignore[no-any-return]
     with torch.cuda.device(index):
-        return function(args)  # type: ignore[operator, no-any-return]
+        return function(*args)  # type: ignore[no-any-return]

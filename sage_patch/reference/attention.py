@@ -20,6 +20,7 @@ from sage_patch.reference.quantize import (
     BLOCK_K,
     BLOCK_Q,
     E4M3_MAX,
+    LOG2E,
     hide,
     key_groups,
     quantize_e4m3,
@@ -32,7 +33,6 @@ from sage_patch.reference.quantize import (
 )
 from sage_patch.reference.visibility import Visibility
 
-LOG2E = 1.4426950408889634
 # Added to every exponent so that the largest P of a row becomes E4M3's largest number.
 P_OFFSET_FP8 = math.log2(E4M3_MAX)
 _ROWS_PER_STEP = 2048

@@ -16,11 +16,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sage_patch.args import PageArgs
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_code, e4m3_value, to_half
 from sage_patch.reference.emulator.forward import FP8_OFFSET, NO_KEYS, finish
 from sage_patch.reference.emulator.logits import LN2
-from sage_patch.reference.emulator.prepare import E4M3_MAX, LOG2E, TINY, int8_scale, int8_values, quantize_queries
+from sage_patch.reference.emulator.prepare import TINY, int8_scale, int8_values, quantize_queries
+from sage_patch.reference.quantize import E4M3_MAX, LOG2E
 
 PAGE_TOKENS = ti.TILE_TOKENS
 TAIL_TOKENS = 2 * PAGE_TOKENS
@@ -197,29 +199,14 @@ def dequantize(records: Tensor, k_mean: Tensor, v_mean: Tensor, dtype: torch.dty
     return to_half(key.flatten(2, 3), dtype), to_half(value.flatten(2, 3), dtype)
 
 
-def attend(
-    pages: Store,
-    query: Tensor,
-    *,
-    scale: float,
-    left: int = -1,
-    is_causal: bool = True,
-    kv_starts: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def attend(pages: Store, query: Tensor, args: PageArgs) -> tuple[Tensor, Tensor | None]:
     """Attention of query [B, Hq, q_len, D], the last q_len tokens of the store, over its pages.
 
-    scale: of the softmax. left: keys seen before a row's own position, -1 for no limit. kv_starts: int32 [B], position
-    of the first key that exists. attn_mask: bool [B or 1, Hq or 1, q_len, width], True = seen, over the last `width`
-    tokens; the ones before are not seen. softcap: 0 for none. sinks: float [Hq].
     Returns (out [B, Hq, q_len, D] in query's dtype, lse float32 [B, Hq, q_len], natural log, or None). A row that sees
     no key gives 0 and -inf.
     """
     batch, heads, q_len, d = query.shape
-    first = first_key(pages.length, q_len, left, attn_mask)
+    first = first_key(pages.length, q_len, args.left, args.attn_mask)
     first_page = min(first, max(pages.length - 1, 0)) // PAGE_TOKENS
     end_page = (pages.length + PAGE_TOKENS - 1) // PAGE_TOKENS
     of = unpack(pages.records(first_page, end_page), pages.dim)
@@ -228,15 +215,15 @@ def attend(
     for row0 in range(0, q_len, step):
         rows = slice(row0, min(row0 + step, q_len))
         position = torch.arange(pages.length - q_len + row0, pages.length - q_len + rows.stop)
-        mask = None if attn_mask is None else attn_mask[:, :, rows]
+        mask = None if args.attn_mask is None else args.attn_mask[:, :, rows]
         columns = torch.arange(first_page * PAGE_TOKENS, end_page * PAGE_TOKENS)
-        seen = visible(position, columns, pages.length, left, is_causal, kv_starts, mask)
-        out, lse = _attend_rows(query[:, :, rows], of, pages.k_mean, pages.v_mean, seen, scale, softcap, sinks)
+        seen = visible(position, columns, pages.length, args._replace(attn_mask=mask))
+        out, lse = _attend_rows(query[:, :, rows], of, pages.k_mean, pages.v_mean, seen, args)
         outs.append(to_half(out[..., :d], query.dtype))
         lses.append(lse)
     if not outs:
-        return torch.empty_like(query), query.new_empty(batch, heads, 0, dtype=torch.float32) if return_lse else None
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if return_lse else None
+        outs, lses = [torch.empty_like(query)], [query.new_empty(batch, heads, 0, dtype=torch.float32)]
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2) if args.return_lse else None
 
 
 def first_key(length: int, q_len: int, left: int, attn_mask: Tensor | None) -> int:
@@ -245,29 +232,22 @@ def first_key(length: int, q_len: int, left: int, attn_mask: Tensor | None) -> i
     return first if left < 0 else max(first, length - q_len - left)
 
 
-def visible(
-    position: Tensor,
-    column: Tensor,
-    length: int,
-    left: int,
-    is_causal: bool,
-    kv_starts: Tensor | None,
-    attn_mask: Tensor | None,
-) -> Tensor:
-    """bool [B or 1, Hq or 1, rows, keys]: which rows, by position, see which keys, by position."""
+def visible(position: Tensor, column: Tensor, length: int, args: PageArgs) -> Tensor:
+    """bool [B or 1, Hq or 1, rows, keys]: which rows, by position, see which keys, by position. args.attn_mask: of
+    these rows."""
     seen = (column < length).expand(position.shape[0], -1)
-    if is_causal:
+    if args.is_causal:
         seen = seen & (column <= position[:, None])
-    if left >= 0:
-        seen = seen & (column >= position[:, None] - left)
+    if args.left >= 0:
+        seen = seen & (column >= position[:, None] - args.left)
     seen = seen[None, None]
-    if kv_starts is not None:
-        seen = seen & (column >= kv_starts[:, None])[:, None, None]
-    if attn_mask is None:
+    if args.kv_starts is not None:
+        seen = seen & (column >= args.kv_starts[:, None])[:, None, None]
+    if args.attn_mask is None:
         return seen
-    masked = length - attn_mask.shape[-1]  # position of the mask's first key
+    masked = length - args.attn_mask.shape[-1]  # position of the mask's first key
     low = max(masked, int(column[0])) if len(column) else 0
-    inner = attn_mask[..., low - masked :]
+    inner = args.attn_mask[..., low - masked :]
     return seen & torch.nn.functional.pad(inner, (low - int(column[0]), len(column) - (length - int(column[0]))))
 
 
@@ -277,9 +257,7 @@ def _attend_rows(
     k_mean: Tensor,
     v_mean: Tensor,
     seen: Tensor,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    args: PageArgs,
 ) -> tuple[Tensor, Tensor]:
     """(out float32 [B, Hq, rows, dim], lse [B, Hq, rows]) of some rows; seen bool [B or 1, Hq or 1, rows, keys].
 
@@ -289,7 +267,7 @@ def _attend_rows(
     batch, heads, rows, _ = query.shape
     kv_heads, n = of.k.shape[1:3]
     groups = heads // kv_heads
-    queries = quantize_queries(query, k_mean, scale)
+    queries = quantize_queries(query, k_mean, args.scale)
 
     def per_kv_head(x: Tensor) -> Tensor:  # [B, Hq, rows, ..] -> [B, Hkv, groups * rows, ..]
         return x.unflatten(1, (kv_heads, groups)).flatten(2, 3)
@@ -298,7 +276,8 @@ def _attend_rows(
     seen = per_kv_head(seen) if seen.shape[1] == heads else seen
     scores = torch.matmul(per_kv_head(queries.q).float(), of.k.flatten(2, 3).float().transpose(-1, -2))
     x = scores * (per_kv_head(queries.scale)[..., None] * of.k_scale.flatten(2)[:, :, None])
-    if softcap:
+    if args.softcap:
+        softcap = args.softcap
         dot = per_kv_head(queries.dot)[..., None]
         x = softcap * torch.tanh((x * LN2 + dot) / softcap) * LOG2E
     x = torch.where(seen, x, -math.inf).unflatten(-1, (n, PAGE_TOKENS))  # [B, Hkv, groups * rows, n, 128]
@@ -318,4 +297,4 @@ def _attend_rows(
         return t.unflatten(2, (groups, rows)).flatten(1, 2)
 
     mean = v_mean.repeat_interleave(groups, dim=1)
-    return finish(per_head(total), per_head(last), torch.ones_like(mean), mean, queries.dot, sinks, softcap)
+    return finish(per_head(total), per_head(last), torch.ones_like(mean), mean, queries.dot, args.sinks, args.softcap)

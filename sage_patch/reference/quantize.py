@@ -18,7 +18,9 @@ from sage_patch.recipes import Granularity, Tiling
 from sage_patch.reference.emulator.tile_image import V_SIGNIFICANCE
 
 E4M3_MAX = 448.0
-# Smallest amax that is not treated as zero: below it 127 / amax would overflow float32.
+LOG2E = 1.4426950408889634
+# Smallest amax that is not treated as zero: below it 127 / amax would overflow float32. The kernels stop earlier, at
+# emulator.prepare.TINY.
 _TINY = 1e-36
 
 # Rows of Q per warp, and query rows and keys per tile, of the two tensor-core families.
@@ -34,9 +36,6 @@ class Quantized:
 
     values: Tensor
     scale: Tensor
-
-    def dequantize(self) -> Tensor:
-        return self.values.float() * self.scale[..., None]
 
 
 def query_groups(length: int, granularity: Granularity, tiling: Tiling, device: torch.device) -> Tensor:
@@ -76,13 +75,13 @@ def key_groups(length: int, granularity: Granularity, tiling: Tiling, device: to
 
 
 def quantize_int(x: Tensor, bits: int, groups: Tensor, share_heads: bool = False) -> Quantized:
-    """Symmetric integers of 4 or 8 bits, one scale per group of tokens.
+    """Symmetric integers of so many bits, at most 8, one scale per group of tokens.
 
     x: float [B, H, N, D]; groups: int64 [N]. share_heads: one scale for all heads too (per-tensor).
-    scale = amax / qmax, values = round_to_nearest_even(x * (qmax / amax)), qmax = 127 or 7.
+    scale = amax / qmax, values = round_to_nearest_even(x * (qmax / amax)), qmax = 2 ** (bits - 1) - 1.
     A token that holds NaN or infinity gets scale NaN and does not count for its group: it stays in its row.
     """
-    qmax = 127.0 if bits == 8 else 7.0
+    qmax = float(2 ** (bits - 1) - 1)
     x = x.float()
     amax = x.abs().amax(dim=-1)  # [B, H, N]
     finite = torch.isfinite(amax)

@@ -36,11 +36,6 @@ class Visibility:
     offset: int = 0
 
     @property
-    def is_dense(self) -> bool:
-        """Every row sees every key without bias."""
-        return self.attn_mask is None and not self.has_band
-
-    @property
     def has_band(self) -> bool:
         """The causal corner or the window hides at least one key from at least one row."""
         hides_right = self.right is not None and self.offset + self.right < self.kv_len - 1

@@ -13,9 +13,9 @@ def test_backend_is_that_of_the_tensors_own_device(monkeypatch: pytest.MonkeyPat
     one. The GPU tests run the call itself where there are two devices."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (8, 6)].__getitem__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    ops._cached_cuda_backend.cache_clear()
+    ops._cached_backend.cache_clear()
     try:
         found = [ops.backend_for(torch.device(name)) for name in ("cuda:0", "cuda:1", "cuda")]
     finally:
-        ops._cached_cuda_backend.cache_clear()
+        ops._cached_backend.cache_clear()
     assert found == ["sm90", "none", "sm90"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sage_patch.args import PageArgs
 from sage_patch.reference.emulator.pages import emulate
 from zoo import golden_pages as golden
 
@@ -29,7 +30,9 @@ def test_the_reference_has_the_bytes_of_a_card(name: str) -> None:
 @pytest.mark.parametrize("name", golden.CASES)
 def test_the_emulator_has_the_numbers_of_a_card(name: str) -> None:
     case = golden.CASES[name]
-    out, lse = emulate(golden.filled(case, "cpu"), golden.inputs(case)[0], scale=case.dim**-0.5, **case.options)
+    out, lse = emulate(
+        golden.filled(case, "cpu"), golden.inputs(case)[0], PageArgs(scale=case.dim**-0.5, **case.options)
+    )
     card = torch.from_numpy(GOLDEN[f"{name}.out"])
     assert (out.float() == card).float().mean() >= EQUAL_OUTPUTS
     assert (out.float() - card).abs().max() <= card.abs().max() * torch.finfo(case.dtype).eps

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from oracle import ROWS_REL_L1, attention, measure
-from sage_patch.kernels import library
-from sage_patch.kernels.library import Extras
+from sage_patch.recipes import UnsupportedCall
 from zoo.gpu_cases import DEVICE, FP8, FP16, check, forward, normal, poison, qkv
+from zoo.kernel_calls import Extras
 
 pytestmark = pytest.mark.gpu
 
@@ -60,5 +60,5 @@ def test_wide_heads_are_repeatable_and_refused_where_they_must_be() -> None:
     q, k, v = qkv(1, 4, 4, 700, 700, 256)
     runs = [forward(q, k, v, scale=0.06, recipe=FP8, is_causal=True)[0] for _ in range(20)]
     assert all(torch.equal(runs[0], x) for x in runs)
-    with pytest.raises(library.UnsupportedCall, match="head_dim 256"):
+    with pytest.raises(UnsupportedCall, match="head_dim 256"):
         forward(q, k, v, scale=1 / math.sqrt(256), recipe=FP16)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from oracle import attention, measure
-from sage_patch.kernels import library
-from sage_patch.kernels.library import Extras
+from sage_patch.recipes import UnsupportedCall
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import prepare as sm90_prepare
 from zoo import golden_stages as golden
 from zoo.gpu_cases import DEVICE, INT4_RECIPES, check, diagonal, forward, normal, poison, qkv, same
+from zoo.kernel_calls import Extras, make_call
 
 pytestmark = pytest.mark.gpu
 recipes = pytest.mark.parametrize("recipe", INT4_RECIPES)
@@ -102,7 +102,7 @@ def test_means_and_corrections(recipe: str, d: int) -> None:
     """The two arrays of the workspace, the last ones in it, bit for bit."""
     n, kn = 2200, 300  # more than one unit of 2048 rows
     q, k, v = alike(1, 3, 3, n, kn, d, torch.float16)
-    call = library.make_call(q, k, v, scale=0.1, recipe=recipe)
+    call = make_call(q, k, v, scale=0.1, recipe=recipe)
     call.run()
     blocks, width = (n + 63) // 64, 384
     mean = sm90_prepare.query_means(q.cpu(), d)
@@ -258,7 +258,7 @@ def test_a_bad_query_row_stays_alone(recipe: str, value: float) -> None:
 def test_prepare_and_forward_apart_and_under_a_graph(recipe: str) -> None:
     """Q's part belongs to `forward`: one prepared K and V serve many Q. A replay reads the tensors anew."""
     q, k, v = alike(1, 4, 2, 300, 430, 128)
-    call = library.make_call(q, k, v, scale=0.1, recipe=recipe)
+    call = make_call(q, k, v, scale=0.1, recipe=recipe)
     call.run()
     first = call.out.clone()
     call.prepare()
@@ -293,5 +293,5 @@ def test_wide_heads_are_refused() -> None:
     q, k, v = qkv(1, 2, 2, 64, 64, 192)
     wide: tuple[dict[str, Any], ...] = ({"recipe": "qk_int4_pv_fp8"}, {"recipe": "qk_int8_pv_fp8", "smooth_q": True})
     for options in wide:
-        with pytest.raises(library.UnsupportedCall, match="head_dim 192: 1 to 128"):
+        with pytest.raises(UnsupportedCall, match="head_dim 192: 1 to 128"):
             forward(q, k, v, scale=0.1, **options)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from oracle import attention
-from sage_patch.kernels.library import Extras
 from zoo.gpu_cases import DEVICE, FP16, RECIPES, diagonal, forward, normal, poison, qkv, same
+from zoo.kernel_calls import Extras
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,11 @@ import torch
 
 import oracle
 from oracle import KERNEL_TOLERANCE, RECIPE_TOLERANCE, assert_attention_close, attention, measure
-from sage_patch.kernels import library
+from sage_patch.backends import why_not
+from sage_patch.recipes import NO_LIMITS, Call
+from sage_patch.recipes import RECIPES as ALL_RECIPES
 from zoo.gpu_cases import DEVICE, FP8, FP16, INT4_RECIPES, RECIPES, check, forward, normal, qkv
+from zoo.kernel_calls import make_call
 
 pytestmark = pytest.mark.gpu
 
@@ -163,7 +166,7 @@ def test_two_calls_merge_by_lse_without_smoothing(recipe: str) -> None:
     q, k, v = oracle.qkv(1, 4, 77, 1031, 64, device=DEVICE)
     parts = []
     for s in (slice(0, 400), slice(400, None)):
-        call = library.make_call(
+        call = make_call(
             q, k[:, :, s], v[:, :, s], scale=0.125, recipe=recipe, smooth_k=False, smooth_v=False, return_lse=True
         )
         call.run()
@@ -177,4 +180,6 @@ def test_two_calls_merge_by_lse_without_smoothing(recipe: str) -> None:
 
 def test_kernel_recipes_are_all_here() -> None:
     """A recipe that the kernel learns must be run by these tests too."""
-    assert set(RECIPES) == {FP8, FP16} and set(library.RECIPES) == {FP8, FP16, *INT4_RECIPES}  # test_gpu_int4.py
+    call = Call("sm90", "cuda", "bfloat16", 128, 128, 8, 8, 4096, 4096)
+    taken = {r.name for r in ALL_RECIPES.values() if why_not(r, call, NO_LIMITS) is None}
+    assert set(RECIPES) == {FP8, FP16} and taken == {FP8, FP16, *INT4_RECIPES}  # test_gpu_int4.py

@@ -11,10 +11,10 @@ import torch
 import sage_patch
 from sage_patch.dispatch import Options, describe
 from sage_patch.integrations import transformers as adapter
-from sage_patch.kernels.library import Extras
 from sage_patch.policy import Policy
 from tiny import logits, relative_l1, text_model, tokens
 from zoo.gpu_cases import DEVICE, RECIPES, diagonal, poison, qkv, same
+from zoo.kernel_calls import Extras
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu

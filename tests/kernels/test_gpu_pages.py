@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oracle import attention
+from sage_patch.args import PageArgs
 from sage_patch.pages import Pages
 from sage_patch.reference.pages import PAGE_TOKENS
 
@@ -49,7 +50,7 @@ def check(pages: Pages, query: Tensor, key: Tensor, value: Tensor, limit: float 
     """Close to float64 and to the reference on the same bytes; options of Pages.attend, tensors on the CPU."""
     scale = query.shape[-1] ** -0.5
     on_card = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in options.items()}
-    out, lse = pages.attend(query.cuda(), scale=scale, return_lse=True, **on_card)
+    out, lse = pages.attend(query.cuda(), PageArgs(scale=scale, return_lse=True, **on_card))
     known = {n: x for n, x in options.items() if n != "kv_starts"}
     if "kv_starts" in options:
         known["attn_mask"] = (torch.arange(key.shape[2]) >= options["kv_starts"][:, None])[:, None, None]
@@ -65,7 +66,7 @@ def check(pages: Pages, query: Tensor, key: Tensor, value: Tensor, limit: float 
         assert (lse - want_lse)[~dead].abs().max() < 0.15
 
     mirror = filled(key, value, device="cpu")
-    near, near_lse = mirror.attend(query, scale=scale, return_lse=True, **options)
+    near, near_lse = mirror.attend(query, PageArgs(scale=scale, return_lse=True, **options))
     near, near_lse = near.double(), near_lse.double()
     if len(live):  # parts are summed in another order, P refers to another maximum: a code here and there
         assert (out - near)[~dead].abs().sum() / near[~dead].abs().sum() < 0.02
@@ -142,7 +143,9 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(bad: floa
     pages, mirror = filled(key, value), filled(key, value, device="cpu")
     assert torch.equal(pages.records(0, 3).cpu(), mirror.records(0, 3))
     starts = torch.tensor([0, 100], dtype=torch.int32, device="cuda")
-    out, lse = pages.attend(queries(2, 4, rows, 64, key.dtype).cuda(), scale=0.125, kv_starts=starts, return_lse=True)
+    out, lse = pages.attend(
+        queries(2, 4, rows, 64, key.dtype).cuda(), PageArgs(scale=0.125, kv_starts=starts, return_lse=True)
+    )
     sees = torch.arange(300 - rows, 300, device="cuda") >= 290
     assert out[0][:, sees].isnan().all() and lse[0][:, sees].isnan().all()
     assert out[0][:, ~sees].isfinite().all() and out[1].isfinite().all() and lse[1].isfinite().all()
@@ -152,11 +155,11 @@ def test_repeated_calls_give_the_same_bits_and_windows_drop_slabs() -> None:
     key, value = inputs(5000, dim=128)
     query = queries(2, 8, 3, 128, key.dtype)
     pages = filled(key, value)
-    first = pages.attend(query.cuda(), scale=0.1)[0]
-    assert all(torch.equal(first, pages.attend(query.cuda(), scale=0.1)[0]) for _ in range(5))
+    first = pages.attend(query.cuda(), PageArgs(scale=0.1))[0]
+    assert all(torch.equal(first, pages.attend(query.cuda(), PageArgs(scale=0.1))[0]) for _ in range(5))
     sliding = filled(key, value, [4000, 997, 1, 1, 1], window=1000)
     assert sliding.first_slab > 0
-    out = sliding.attend(query[:, :, -1:].cuda(), scale=0.1, left=999)[0].double().cpu()
+    out = sliding.attend(query[:, :, -1:].cuda(), PageArgs(scale=0.1, left=999))[0].double().cpu()
     want, _ = exact(query[:, :, -1:], key, value, scale=0.1, left=999)
     assert (out - want).abs().sum() / want.abs().sum() < 0.06
 
@@ -167,7 +170,7 @@ def test_a_captured_step_replays() -> None:
     step_k, step_v = key[:, :, 999:].cuda(), value[:, :, 999:].cuda()
     query = queries(2, 8, 1, 128, key.dtype).cuda()
     pages.append(step_k, step_v)
-    want = pages.attend(query, scale=0.1)[0].clone()
+    want = pages.attend(query, PageArgs(scale=0.1))[0].clone()
     pages.crop(1)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -175,7 +178,7 @@ def test_a_captured_step_replays() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             pages.append(step_k, step_v)
-            got = pages.attend(query, scale=0.1)[0]
+            got = pages.attend(query, PageArgs(scale=0.1))[0]
     got.zero_()
     graph.replay()
     torch.cuda.synchronize()

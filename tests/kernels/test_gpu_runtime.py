@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_patch.kernels import library
+from sage_patch.recipes import UnsupportedCall
 from zoo.calls import run
 from zoo.gpu_cases import DEVICE, RECIPES, forward, normal, poison, qkv
+from zoo.kernel_calls import make_call
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +69,7 @@ def test_same_bits_every_time(recipe: str, causal: bool) -> None:
 
 def test_separate_launches_equal_the_fused_call() -> None:
     q, k, v = qkv(2, 4, 4, 500, 900, 128)
-    call = library.make_call(q, k, v, scale=0.1, is_causal=True, return_lse=True)
+    call = make_call(q, k, v, scale=0.1, is_causal=True, return_lse=True)
     call.prepare()
     for _ in range(3):
         call.out.fill_(math.nan)
@@ -104,8 +105,8 @@ def test_refusals() -> None:
     q, k, v = qkv(1, 3, 2, 16, 16, 64)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         forward(q, k, v, scale=1.0)
-    q, k, v = qkv(1, 2, 2, 16, 16, 136)
-    with pytest.raises(library.UnsupportedCall, match="head_dim 136"):
+    q, k, v = qkv(1, 2, 2, 16, 16, 264)
+    with pytest.raises(UnsupportedCall, match="head_dim 264: 1 to 256 are supported"):
         forward(q, k, v, scale=1.0)
     q, k, v = qkv(1, 2, 2, 16, 16, 64)
     with pytest.raises(ValueError, match="do not belong together"):

@@ -13,6 +13,7 @@ from oracle import KERNEL_TOLERANCE, assert_attention_close, attention, measure
 from sage_patch.kernels import library
 from sage_patch.reference.emulator import prepare as mirror
 from zoo.gpu_cases import DEVICE, FP8, FP16, RECIPES, check, forward, normal, poison, qkv
+from zoo.kernel_calls import make_call
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ def test_images_equal_the_mirror(dtype: torch.dtype, recipe: str, smooth_v: bool
         k, v = k + 3 * normal(1, 1, 1, d, dtype=dtype, seed=7), v * 2 - 1
         v[..., 3] = 0.5
         lens = [n, max(1, n // 2)]
-        call = library.make_call(
+        call = make_call(
             q,
             k,
             v,
@@ -208,13 +209,13 @@ def test_nothing_is_written_beside_the_output(recipe: str, q_len: int, dim: int)
     lens = torch.tensor([130, 0, 9], dtype=torch.int32, device=DEVICE)
     options = dict(scale=0.125, recipe=recipe, kv_lens=lens, is_causal=True, return_lse=True)
     want, want_lse = forward(q, k, v, **options)
-    call = library.make_call(q, k, v, **options)
-    buffers, guard, fields = [], 4096, list(library._CORE.unpack(call.args[: library._CORE.size]))
-    for old in (call.out, call.lse):  # the same call, into the middle of a larger buffer
+    call = make_call(q, k, v, **options)
+    buffers, guard, fields = [], 4096, library.CALL.unpack(call.args)
+    for name, old in (("out", call.out), ("lse", call.lse)):  # the same call, into the middle of a larger buffer
         marked = torch.full((old.numel() + 2 * guard,), 7.0, dtype=old.dtype, device=DEVICE)
-        fields[fields.index(old.data_ptr())] = marked[guard:].data_ptr()
+        fields[name] = marked[guard:].data_ptr()
         buffers.append(marked)
-    call.args = library._CORE.pack(*fields) + call.args[library._CORE.size :]
+    call.args = library.CALL.pack(**fields) + call.args[library.CALL.size :]
     call.run()
     for marked, expected in zip(buffers, (want, want_lse), strict=True):
         inside = slice(guard, guard + expected.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -12,11 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from sage_patch import backends
 from sage_patch.kernels import build, library
-from sage_patch.kernels import pages as cache_library
+from sage_patch.recipes import UnsupportedCall
 
-NEEDS_NVCC = pytest.mark.skipif(build.find_nvcc() is None or build.find_ninja() is None, reason="no nvcc or no ninja")
+NEEDS_NVCC = pytest.mark.nvcc
 # Instructions of the main loop (one 64 x 128 tile): budget and expected tensor-core instructions.
 LOOPS = {  # head_dim of the images, FP16 PV, channels of V: budget, tensor-core instructions
     (128, 0, 128): (436, {"IGMMA.64x128x32": 4, "QGMMA.64x136x32": 4}),
@@ -30,7 +33,7 @@ LOOPS = {  # head_dim of the images, FP16 PV, channels of V: budget, tensor-core
 
 @pytest.fixture(scope="module")
 def built() -> Path:
-    return build.build()  # raises on spills, local memory and serialized tensor-core instructions
+    return build.build(["90"])  # raises on spills, local memory and serialized tensor-core instructions
 
 
 def cuobjdump() -> str | None:
@@ -42,11 +45,12 @@ def cuobjdump() -> str | None:
 @NEEDS_NVCC
 def test_builds_once_and_loads(built: Path, tmp_path: Path) -> None:
     before = built.stat().st_mtime_ns
-    assert build.build() == built and built.stat().st_mtime_ns == before
+    assert build.build(["90"]) == built and built.stat().st_mtime_ns == before
     assert build.build(["sm_90a"]) == built
-    copy = build.build(out=tmp_path / "dist" / "libsage2.so")
+    copy = build.build(["90"], tmp_path / "dist" / "libsage2.so")
     assert copy.read_bytes() == built.read_bytes()
-    assert library.load().sage2_version() == library._VERSION and library.architectures() == ["9.0"]
+    lib = library.load_for("90")
+    assert lib.sage2_version() == library.VERSION and library.architectures(lib) == ["90"]
 
 
 @NEEDS_NVCC
@@ -64,7 +68,7 @@ def _build_in(cache: str) -> str:
     import os
 
     os.environ["XDG_CACHE_HOME"] = cache
-    return str(build.build())
+    return str(build.build(["90"]))
 
 
 @NEEDS_NVCC
@@ -84,7 +88,54 @@ echo x > "$out"
     with multiprocessing.get_context("fork").Pool(3) as pool:
         paths = pool.map(_build_in, [str(tmp_path / "cache")] * 3)
     assert len(set(paths)) == 1 and Path(paths[0]).is_file()
-    assert (tmp_path / "runs").read_text().count("run") == len(build.UNITS) + 1
+    assert (tmp_path / "runs").read_text().count("run") == len(build.units()) + 1
+
+
+def test_a_unit_is_compiled_for_what_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A second family is its files: units of one, of the other, and of all."""
+    for name, mark in (("fwd_a.cu", "90a"), ("fwd_b.cu", "80 89"), ("api.cu", "all")):
+        (tmp_path / name).write_text(f"// What it is.\n// Architectures: {mark}\n")
+    monkeypatch.setattr(build, "source_dir", lambda: tmp_path)
+    assert build.architectures() == {"80": "80", "89": "89", "90": "90a"}
+
+    def targets(*wanted: str) -> dict[str, list[str]]:
+        text = build._ninja_file(Path("nvcc"), tmp_path, build._check_architectures(wanted), "lib.so")
+        assert f"-DSAGE2_ARCHITECTURES={','.join(wanted)} " in text
+        found = re.findall(r"build (\w+)\.cu\.o: .*\n  targets = (.*)", text)
+        assert f"link {' '.join(f'{unit}.cu.o' for unit, _ in found)}\n" in text
+        return {unit: re.findall(r",code=(\w+)", options) for unit, options in found}
+
+    assert targets("90") == {"fwd_a": ["sm_90a"], "api": ["sm_90a"]}
+    assert targets("89") == {"fwd_b": ["sm_89"], "api": ["sm_89"]}
+    everything = {"fwd_a": ["sm_90a"], "fwd_b": ["sm_80", "sm_89"], "api": ["sm_80", "sm_89", "sm_90a"]}
+    assert targets("80", "89", "90") == everything
+    (tmp_path / "new.cu").write_text("// no word of it\n")
+    with pytest.raises(build.BuildError, match="new.cu does not say what it is compiled for"):
+        build.units()
+
+
+def test_the_library_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A library of the package serves what its name says it holds; another device has one built, once."""
+    (tmp_path / "libsage2-sm90-120.so").touch()
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "build", lambda architectures: Path(f"built-{'-'.join(architectures)}.so"))
+    assert build.find_library("90").name == build.find_library("120").name == "libsage2-sm90-120.so"
+    assert build.find_library("89").name == "built-89.so"
+
+    opened: list[str] = []
+    monkeypatch.setattr(library, "_open", lambda path: opened.append(Path(path).name) or Path(path).stem)
+    held = {"libsage2-sm90-120": ["90", "120"], "built-89": ["89"]}
+    monkeypatch.setattr(library, "architectures", held.__getitem__)
+    monkeypatch.setattr(library, "_by_architecture", {})
+    monkeypatch.setattr(library, "_by_device", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (8, 9), (12, 1), (7, 5)].__getitem__)
+    family = dataclasses.replace(backends.BACKENDS["sm90"], architectures={(8, 9): "89", (12, 1): "120"})
+    monkeypatch.setattr(backends, "BACKENDS", backends.BACKENDS | {"other": family})
+    found = [library.of_device(index) for index in (0, 1, 2, 0, 1, 2)]
+    assert found[:3] == [("libsage2-sm90-120", 90), ("built-89", 89), ("libsage2-sm90-120", 121)] == found[3:]
+    assert opened == ["libsage2-sm90-120.so", "built-89.so"]
+    with pytest.raises(UnsupportedCall, match=r"cuda:3 has.* 7\.5; kernels exist for 9\.0, 8\.9, 12\.1"):
+        library.of_device(3)
 
 
 def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,7 +144,7 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(build.BuildError, match="nvcc was found.*Install"):
-        build.build()
+        build.build(["90"])
 
 
 def test_log_gate() -> None:
@@ -112,40 +163,46 @@ def test_log_gate() -> None:
     assert len(bad) == 2 and "f:" in bad[0] and "C7510" in bad[1]
 
 
-def test_packed_arguments_have_the_size_of_the_struct(tmp_path: Path) -> None:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    (tmp_path / "size.c").write_text(
-        f'#include <stdio.h>\n#include "{build.source_dir()}/sage2_pages.h"\n'
-        'int main(void) { printf("%zu %zu", sizeof(Sage2Args), sizeof(Sage2Pages)); }'
-    )
-    subprocess.run([compiler, "size.c", "-o", "size"], cwd=tmp_path, check=True)
-    sizes = subprocess.run([tmp_path / "size"], capture_output=True, text=True, check=True).stdout
-    assert sizes == f"{library._SIZE} {cache_library._ARGS.size}"
-
-
 @NEEDS_NVCC
 def test_workspace_and_refusals(built: Path) -> None:
-    for recipe, per_channel in ((0, 2), (1, 3)):
-        size = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe, 0)
+    lib = library.load_for("90")
+
+    def workspace(*shape: int, pv: str = "fp8", flags: tuple[str, ...] = (), capability: int = 90) -> int:
+        names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
+        call = library.CALL.pack(
+            size=library.SIZE, capability=capability, recipe=library.PV[pv], scale=1.0,
+            flags=sum(library.FLAGS[f] for f in flags), **dict(zip(names, shape, strict=True)),
+        )  # fmt: skip
+        return library.workspace_bytes(lib, call + library.EXTRAS.pack(left=-1, right=-1) + library.PLACE.pack())
+
+    shape = (4, 32, 8, 4096, 4096, 128, 128)
+    for pv, per_channel in (("fp8", 2), ("fp16", 3)):
+        size = workspace(*shape, pv=pv)
         images = 4 * 8 * 4096 * 128 * per_channel
         assert images <= size <= images + (1 << 20)
-        assert library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe, library._INT4) == size
-        smoothed = library.workspace_bytes(4, 32, 8, 4096, 4096, 128, 128, recipe, library._INT4 | library._SMOOTH_Q)
+        assert workspace(*shape, pv=pv, flags=("INT4",)) == size
+        smoothed = workspace(*shape, pv=pv, flags=("INT4", "SMOOTH_Q"))
         assert smoothed - size == 4 * 32 * 64 * (4096 + 128) * 4  # a number a key and the means, of every 64 rows
-    for shape, message in (
-        ((1, 2, 2, 4, 4, 257, 257, 0, 0), "head_dim 257"),
-        ((1, 2, 2, 4, 4, 129, 129, 1, 0), "head_dim 129"),
-        ((1, 2, 2, 4, 4, 129, 129, 0, library._INT4), "head_dim 129"),
-        ((1, 2, 2, 4, 4, 192, 128, 0, library._SMOOTH_Q), "head_dim 192"),
-        ((1 << 10, 1 << 10, 1, 2048, 1 << 19, 64, 64, 0, library._SMOOTH_Q), "SAGE2_SMOOTH_Q.* too large"),
-        ((1, 2, 2, 4, 4, 64, 65, 0, 0), "v_head_dim 65"),
-        ((1, 3, 2, 4, 4, 64, 64, 0, 0), "multiple of kv_heads"),
-        ((0, 2, 2, 4, 4, 64, 64, 0, 0), "positive"),
-    ):
-        with pytest.raises((ValueError, library.UnsupportedCall), match=message):
-            library.workspace_bytes(*shape)
+    refused: tuple[tuple[tuple[int, ...], dict, type[Exception], str], ...] = (
+        ((1, 2, 2, 4, 4, 257, 257), {}, UnsupportedCall, "head_dim 257"),
+        ((1, 2, 2, 4, 4, 129, 129), {"pv": "fp16"}, UnsupportedCall, "head_dim 129"),
+        ((1, 2, 2, 4, 4, 129, 129), {"flags": ("INT4",)}, UnsupportedCall, "head_dim 129"),
+        ((1, 2, 2, 4, 4, 192, 128), {"flags": ("SMOOTH_Q",)}, UnsupportedCall, "head_dim 192"),
+        (
+            (1 << 10, 1 << 10, 1, 2048, 1 << 19, 64, 64),
+            {"flags": ("SMOOTH_Q",)},
+            UnsupportedCall,
+            "too large",
+        ),
+        ((1, 2, 2, 4, 4, 64, 65), {}, UnsupportedCall, "v_head_dim 65"),
+        ((1, 3, 2, 4, 4, 64, 64), {}, ValueError, "multiple of kv_heads"),
+        ((0, 2, 2, 4, 4, 64, 64), {}, ValueError, "positive"),
+        ((1, 2, 2, 4, 4, 64, 64), {"capability": 86}, library.KernelError, "8.6: this library holds kernels for 9.0"),
+    )
+    for shape, options, kind, message in refused:
+        with pytest.raises(kind, match=message) as found:
+            workspace(*shape, **options)
+        assert type(found.value) is kind
 
 
 @NEEDS_NVCC

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_patch.args import Args, plain
+from sage_patch.dispatch import Options, attend, describe
 from sage_patch.kernels import ops
+from sage_patch.recipes import EXACT
 
-REST = (None, None, None, None, None, None, 0.125, -1, -1, False, 0.0, False, "NHD", "qk_int8_pv_fp8", "", "here")
+ARGS = plain(0.125, recipe="qk_int8_pv_fp8")._replace(out_layout="NHD", site="here")
 
 
 class Seen(TorchDispatchMode):
@@ -26,8 +29,8 @@ class Seen(TorchDispatchMode):
 
 def test_the_shortcut_is_the_operator() -> None:
     q, k, v = (torch.randn(2, 2, n, 64, generator=torch.Generator().manual_seed(n)).half() for n in (40, 150, 150))
-    direct, no_lse = ops.attend(q, k, v, *REST)
-    through, empty = ops.attention(q, k, v, *REST)
+    direct, no_lse = ops.attend(q, k, v, ARGS)
+    through, empty = ops.attention(q, k, v, *ARGS)
     assert torch.equal(direct, through) and direct.stride() == through.stride()
     assert no_lse is None and empty.numel() == 0
     assert list(ops.counts("here").values()) == [2]
@@ -36,12 +39,41 @@ def test_the_shortcut_is_the_operator() -> None:
 def test_modes_transforms_and_profilers_see_the_operator() -> None:
     q = torch.randn(1, 2, 40, 64).half()
     with Seen() as seen:
-        ops.attend(q, q, q, *REST)
+        ops.attend(q, q, q, ARGS)
     assert "sage_patch.attention.default" in seen.names
     with torch.profiler.profile() as profile:
-        ops.attend(q, q, q, *REST)
+        ops.attend(q, q, q, ARGS)
     assert "sage_patch::attention" in {event.key for event in profile.key_averages()}
-    assert ops.attend(q.to("meta"), q.to("meta"), q.to("meta"), *REST)[0].device.type == "meta"
+    assert ops.attend(q.to("meta"), q.to("meta"), q.to("meta"), ARGS)[0].device.type == "meta"
+
+
+def test_the_schema_is_the_list_of_arguments() -> None:
+    assert str(ops.attention._schema) == (
+        "sage_patch::attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_starts, "
+        "Tensor? kv_lens, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, SymInt left, "
+        "SymInt right, bool top_left, float softcap, bool return_lse, str out_layout, str recipe, str reason, "
+        "str site) -> (Tensor, Tensor)"
+    ).replace("SymInt", "int")
+    assert [a.name for a in ops.attention._schema.arguments[3:]] == list(Args._fields)
+
+
+def test_a_call_passes_every_option_under_its_own_name(monkeypatch) -> None:
+    """Each argument of its own value, so that no two can change places."""
+    seen: list[Args] = []
+
+    def attend_instead(query, key, value, args):
+        seen.append(args)
+        return query, query
+
+    monkeypatch.setattr(ops, "attend", attend_instead)
+    tensors = {name: torch.zeros(2) for name in Args._fields[:6]}
+    options = Options(
+        **tensors, scale=3.0, left=4, right=5, top_left=True, softcap=6.0, return_lse=True, out_layout="NHD"
+    )
+    q = torch.zeros(1, 1, 4, 8)
+    attend(q, q, q, options, describe(q, q, q, Options()), EXACT, "why", "where")
+    told = {name: getattr(options, name) for name in Args._fields[:13]}
+    assert seen[0]._asdict() == told | {"recipe": "exact", "reason": "why", "site": "where"}
 
 
 def test_one_variable_moves_every_cache(monkeypatch, tmp_path):

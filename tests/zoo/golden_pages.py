@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_patch.args import PageArgs
 from sage_patch.pages import Pages
 
 
@@ -54,6 +55,6 @@ def run(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """(records, out float32, lse) on the CPU, computed on `device`."""
     query, pages = inputs(case)[0].to(device), filled(case, device)
     options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in case.options.items()}
-    out, lse = pages.attend(query, scale=case.dim**-0.5, return_lse=True, **options)
+    out, lse = pages.attend(query, PageArgs(scale=case.dim**-0.5, return_lse=True, **options))
     assert lse is not None
     return pages.records(0, (pages.length + 127) // 128).cpu(), out.float().cpu(), lse.cpu()

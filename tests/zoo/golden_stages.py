@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sage_patch.kernels import library
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_value, exp2, exp2_band, to_half
+from zoo.kernel_calls import Extras
 
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
 
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def has_extras(self) -> bool:
-        """Something is asked for that library.Extras says."""
+        """Something is asked for that Extras says."""
         asked = (self.kv_starts, self.padding, self.mask, self.softcap, self.sinks, self.sequences)
         return any(asked) or self.left >= 0 or self.right >= 0
 
@@ -191,7 +191,7 @@ def offsets(case: Case) -> tuple[list[int], list[int]]:
 
 
 def on_gpu(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
-    """The same call for library.make_call, on the current GPU: (query, key and value; the options but the recipe).
+    """The same call for make_call, on the current GPU: (query, key and value; the options but the recipe).
     The caller keeps them while the call runs."""
     given = arguments(case)
     cu_q, cu_k = offsets(case) if case.sequences else (None, None)
@@ -202,7 +202,7 @@ def on_gpu(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
     def moved(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.cuda()
 
-    extras = library.Extras(
+    extras = Extras(
         attn_mask=moved(given["attn_mask"]),
         key_padding=moved(given["key_padding"]),
         kv_starts=numbers(case.kv_starts),

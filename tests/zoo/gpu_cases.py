@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from oracle import KERNEL_TOLERANCE, ROWS_REL_L1, Errors, assert_attention_close, attention
-from sage_patch.kernels import library
-from sage_patch.kernels.library import Extras
+from zoo import kernel_calls
+from zoo.kernel_calls import Extras
 
 DEVICE = "cuda"
 FP8, FP16 = "qk_int8_pv_fp8", "qk_int8_pv_fp16"
@@ -44,8 +44,8 @@ def poison() -> None:
 
 
 def forward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """library.forward; its log-sum-exp is None unless it was asked for."""
-    return library.forward(*tensors, **options)  # type: ignore[return-value]
+    """kernel_calls.forward; its log-sum-exp is None unless it was asked for."""
+    return kernel_calls.forward(*tensors, **options)  # type: ignore[return-value]
 
 
 def check(

@@ -20,13 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_patch.args import plain
+from sage_patch.backends import CROSSOVER_HEADS, capabilities, named
 from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.bench.peers import PACKAGES, PEERS, Run
 from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
 from sage_patch.kernels import crossover, library, ops
-from sage_patch.recipes import CROSSOVER_HEADS
+from sage_patch.recipes import DEFAULT_RECIPE, Recipe, UnsupportedCall, parse_recipe
+from sage_patch.recipes import RECIPES as ALL_RECIPES
 
-RECIPES = {"qk_int8_pv_fp8": "sage2", "qk_int8_pv_fp16": "sage2_pv_fp16"}  # recipe -> column prefix
+# recipe -> how its columns begin, the cheapest first
+RECIPES = {recipe.name: recipe.column for recipe in reversed(ALL_RECIPES.values()) if recipe.column}
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 CROSSOVER_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 ROUNDS = 3
@@ -132,10 +136,11 @@ def require_gpu() -> None:
             "Run it on a machine with a Hopper GPU (sage-patch env prints what torch sees)"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    if ops.backend_for(device) != "sm90":
+    backend = named(ops.backend_for(device))
+    if backend is None or not backend.is_compiled:
         major, minor = torch.cuda.get_device_capability(device)
         raise BenchError(
-            f"bench times the compiled kernels, which exist for compute capability 9.0 (Hopper); {device} is "
+            f"bench times the compiled kernels, which exist for compute capability {capabilities()}; {device} is "
             f"{torch.cuda.get_device_name(device)} with {major}.{minor}"
         )
 
@@ -144,10 +149,10 @@ def run(plan: Plan, progress: Callable[[str, int, int], None] = lambda *_: None)
     """{"environment", "host_us_per_call", "rows", "cut_short"}: the plan measured on the current CUDA device.
 
     A row's value is null where a candidate could not run, with the reason under row["why_null"]. Raises BenchError
-    without a Hopper GPU, and build.BuildError if the library can be neither found nor built.
+    without a GPU that has compiled kernels, and build.BuildError if the library can be neither found nor built.
     """
     require_gpu()
-    library.load()
+    library.prepare(None)
     started = time.monotonic()
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     rows: list[dict[str, Any]] = []
@@ -240,14 +245,12 @@ def host_cost() -> dict[str, float]:
     from sage_patch.attention import sage_attention
 
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda").bfloat16() for _ in range(3))
-    call = library.make_call(q, k, v, scale=0.125)
-    recipe = "qk_int8_pv_fp8"
+    args, recipe = plain(0.125, recipe=DEFAULT_RECIPE), parse_recipe(DEFAULT_RECIPE)
+    call = library.Call(q, k, v, args, recipe)
     ways: dict[str, Callable[[], object]] = {
-        "sage_attention": lambda: sage_attention(q, k, v, recipe=recipe),
-        "operator": lambda: ops.attention(
-            q, k, v, None, None, None, None, None, None, 0.125, -1, -1, False, 0.0, False, "HND", recipe, "", ""
-        ),
-        "library_forward": lambda: library.forward(q, k, v, scale=0.125),
+        "sage_attention": lambda: sage_attention(q, k, v, recipe=DEFAULT_RECIPE),
+        "operator": lambda: ops.attention(q, k, v, *args),
+        "library_forward": lambda: library.forward(q, k, v, args, recipe),
         "c_call": call.run,
         "torch_add": lambda: q + q,
         "sdpa_default": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
@@ -312,18 +315,19 @@ def _candidates(
     """(column -> function that runs it and returns the output, column -> why it cannot be made)."""
     found: dict[str, Run] = {}
     why_null: dict[str, str] = {}
-    scale = 1 / math.sqrt(query.shape[-1])
-    for recipe in plan.recipes:
-        prefix = RECIPES[recipe]
+    args = plain(1 / math.sqrt(query.shape[-1]), is_causal)
+    for name in plan.recipes:
+        recipe = parse_recipe(name)
+        prefix = recipe.column
         try:
-            call = library.make_call(query, key, value, scale=scale, is_causal=is_causal, recipe=recipe)
-        except library.UnsupportedCall as error:
+            call = library.Call(query, key, value, args, recipe)
+        except UnsupportedCall as error:
             why_null |= {f"{prefix}_op": _reason(error), f"{prefix}_kernel": _reason(error)}
             continue
         call.prepare()
 
-        def whole(recipe: str = recipe) -> Tensor:
-            return library.forward(query, key, value, scale=scale, is_causal=is_causal, recipe=recipe)[0]
+        def whole(recipe: Recipe = recipe) -> Tensor:
+            return library.forward(query, key, value, args, recipe)[0]
 
         def kernel(call: library.Call = call) -> Tensor:
             call.forward()

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sage_patch.backends import named
 from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration.score import ALL, Bucket, Group
-from sage_patch.evaluation.judge import LADDER
+from sage_patch.kernels import ops
 from sage_patch.policy import AttentionSite, Plan, Policy, Rule, Span
-from sage_patch.recipes import nearest
+from sage_patch.recipes import LADDER, RECIPES, nearest
 
 EXACT = "exact"
 Choice = dict[tuple[str, str], str]  # (site, bucket) -> rung
@@ -39,25 +40,20 @@ class CostModel:
         """The rungs that pay on this card, cheapest first; one no faster than a more precise rung is left out."""
         kept: list[str] = []
         for rung in reversed(LADDER):
-            if not kept or self.relative[rung] < self.relative[kept[0]]:
+            if rung in self.relative and (not kept or self.relative[rung] < self.relative[kept[0]]):
                 kept.insert(0, rung)
         return tuple(kept)
 
 
+_SOURCES = {
+    "hopper": "docs/results/kernels_h200.json: whole calls on one H200, median from 8,192 tokens up, against torch's "
+    "SDPA",
+    "ada": "speeds that SageAttention's authors publish for their kernels on an RTX 4090 (485, 423, 322 and, for "
+    "FlashAttention-2, 164 TOPS; head_dim 128, 8,192 tokens, no mask), not measured here",
+}
 COST_MODELS = {
-    "hopper": CostModel(
-        "hopper",
-        # Its tensor cores have no INT4, which runs as INT8 with more around it: never cheaper than INT8, and how much
-        # dearer was not measured. Any number from INT8's on keeps it off the ladder.
-        {"qk_int4_pv_fp8": 1.0, "qk_int8_pv_fp8": 0.69, "qk_int8_pv_fp16": 0.83, EXACT: 1.0},
-        "docs/results/kernels_h200.json: whole calls on one H200, median from 8,192 tokens up, against torch's SDPA",
-    ),
-    "ada": CostModel(
-        "ada",
-        {"qk_int4_pv_fp8": 0.34, "qk_int8_pv_fp8": 0.39, "qk_int8_pv_fp16": 0.51, EXACT: 1.0},
-        "speeds that SageAttention's authors publish for their kernels on an RTX 4090 (485, 423, 322 and, for "
-        "FlashAttention-2, 164 TOPS; head_dim 128, 8,192 tokens, no mask), not measured here",
-    ),
+    card: CostModel(card, {name: r.cost[card] for name, r in reversed(RECIPES.items()) if card in r.cost}, source)
+    for card, source in _SOURCES.items()
 }
 
 
@@ -65,8 +61,8 @@ def cost_model(card: str, device: torch.device) -> CostModel:
     """The cost model of a card by name; "auto" is that of the GPU the model runs on, and "ada" on a CPU, because its
     ladder has every rung. Raises ChoiceError for an unknown card."""
     if card == "auto":
-        on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        card = "hopper" if on_hopper else "ada"
+        backend = named(ops.backend_for(device))
+        card = "ada" if backend is None else backend.card
     if card not in COST_MODELS:
         raise ChoiceError(f"--card {card}: unknown{nearest(card, COST_MODELS)}")
     return COST_MODELS[card]

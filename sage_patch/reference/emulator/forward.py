@@ -91,8 +91,8 @@ def emulate(
     sinks: Tensor | None = None,
 ) -> Stages:
     """query [batch, heads, q_len, head_dim], key and value [batch, kv_heads, kv_len, head_dim], float16 or bfloat16,
-    head_dim <= 256 (INT4, smooth_q: 128); recipe and the other arguments as library.forward's and Extras' (attn_mask
-    has four dimensions). Sequences laid end to end: `sequences`."""
+    head_dim <= 256 (INT4, smooth_q: 128); recipe: a name, with smooth_q to change it; the other arguments
+    as in Args. Sequences laid end to end: `sequences`."""
     query, key, value = query.cpu(), key.cpu(), value.cpu()
     batch, heads, q_len, d = query.shape
     kv_heads, kv_len = key.shape[1:3]

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sage_patch.reference import quantize
 from sage_patch.reference.emulator.float32 import EX2_ULPS, exp2, fma
 
-LOG2E = torch.tensor(1.4426950408889634)  # float32, as kLog2e
+LOG2E = torch.tensor(quantize.LOG2E)  # float32, as kLog2e
 LN2 = 0.6931471805599453
 HIDDEN = -(2**31)  # an int32 score that a row does not see
 ULP = 2.0**-23  # of float32, relative, at most

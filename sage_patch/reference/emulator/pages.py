@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sage_patch.args import PageArgs
 from sage_patch.reference import pages as reference
 from sage_patch.reference.emulator.float32 import exp2, fma, to_half
 from sage_patch.reference.emulator.forward import (
@@ -77,21 +78,10 @@ def plan(batch: int, kv_heads: int, rows: int, q_len: int, length: int, left: in
     return Plan(span, splits, turns)
 
 
-def emulate(
-    pages: reference.Store,
-    query: Tensor,
-    *,
-    scale: float,
-    left: int = -1,
-    is_causal: bool = True,
-    kv_starts: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    sms: int = SMS,
-) -> tuple[Tensor, Tensor]:
+def emulate(pages: reference.Store, query: Tensor, args: PageArgs, sms: int = SMS) -> tuple[Tensor, Tensor]:
     """(out in query's dtype [B, Hq, q_len, D], lse float32 [B, Hq, q_len]) as a card with `sms` SMs has them, but for
-    the last bits of its approximate instructions. Arguments as reference.pages.attend's."""
+    the last bits of its approximate instructions."""
+    scale, left, softcap, sinks = args.scale, args.left, args.softcap, args.sinks
     batch, heads, q_len, d = query.shape
     dim, kv_heads = pages.k_mean.shape[-1], pages.k_mean.shape[1]
     group, rows, length = heads // kv_heads, heads // kv_heads * q_len, pages.length
@@ -99,7 +89,7 @@ def emulate(
     of = reference.unpack(pages.records(oldest, -(-length // PAGE_TOKENS)), dim)
     columns = torch.arange(oldest * PAGE_TOKENS, -(-length // PAGE_TOKENS) * PAGE_TOKENS)
     position = torch.arange(length - q_len, length)
-    seen = reference.visible(position, columns, length, left, is_causal, kv_starts, attn_mask)
+    seen = reference.visible(position, columns, length, args)
     seen = seen.expand(batch, heads, q_len, len(columns))
     queries = quantize_queries(query, pages.k_mean, scale)
     cut = plan(batch, kv_heads, rows, q_len, length, left, sms)
@@ -110,10 +100,10 @@ def emulate(
     q, step, dot, sees = packed(queries.q), packed(queries.scale), packed(queries.dot), packed(seen)
     out, lse = torch.zeros(batch, kv_heads, rows, dim), torch.zeros(batch, kv_heads, rows)
     for b in range(batch):
-        start = max(int(kv_starts[b]) if kv_starts is not None else 0, oldest * PAGE_TOKENS)
+        start = max(int(args.kv_starts[b]) if args.kv_starts is not None else 0, oldest * PAGE_TOKENS)
         for row in range(0, rows, cut.span):
             r = slice(row, min(row + cut.span, rows))
-            first, end = _page_range(row // group, (r.stop - 1) // group, start, length, q_len, left, is_causal)
+            first, end = _page_range(row // group, (r.stop - 1) // group, start, length, q_len, left, args.is_causal)
             item = slice(b, b + 1)
             results = [
                 _part(of, item, [p - oldest for p in mine], q[item, :, r], step[item, :, r], dot[item, :, r],

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_code, fma, to_half
+from sage_patch.reference.quantize import E4M3_MAX, LOG2E
 
-LOG2E = 1.4426950408889634
 # A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.
 TINY = 1e-30
-E4M3_MAX = 448.0
 SMOOTH_ROWS = 64  # rows of Q that lose one mean
 MOST_CORRECTION = 1e28  # of a logit, by Q's mean
 

@@ -64,7 +64,7 @@ def pattern(
     right: int,
     attn_mask: Tensor | None,
 ) -> Pattern:
-    """keys int64 [batch]: how many exist. The other arguments as library.forward's and Extras'."""
+    """keys int64 [batch]: how many exist. The other arguments as in Args."""
     tiles = (kv_len + ti.TILE_TOKENS - 1) // ti.TILE_TOKENS
     column = torch.arange(tiles * ti.TILE_TOKENS)
     corner = torch.zeros_like(keys) if kv_starts is None else -torch.tensor(list(kv_starts))

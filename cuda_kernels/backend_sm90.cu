@@ -1,0 +1,30 @@
+// The row of the Hopper family.
+// Architectures: 90a
+#include "backends.h"
+
+namespace sage2 {
+namespace {
+
+cudaError_t load() {
+  cudaError_t err = load_quantize();
+  if (err == cudaSuccess) err = load_forward_sm90();
+  if (err == cudaSuccess) err = load_pages();
+  return err;
+}
+
+}  // namespace
+
+extern const Backend sm90;
+const Backend sm90 = {
+    load,
+    query_tile_rows,
+    launch_quantize,
+    launch_forward_sm90,
+    launch_pages_append,
+    plan_pages_attend,
+    pages_partial_bytes,
+    pages_stats_bytes,
+    launch_pages_attend,
+};
+
+}  // namespace sage2

@@ -1,0 +1,87 @@
+// Which kernels serve which device. A new family: one weak name, one row a compute capability.
+// Architectures: all
+#include "backends.h"
+#include <stdio.h>
+#include <string.h>
+#include <atomic>
+#include "host.h"
+
+#ifndef SAGE2_ARCHITECTURES
+#define SAGE2_ARCHITECTURES 90       // of this build, with commas
+#endif
+
+namespace sage2 {
+
+// Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
+extern const Backend sm90 __attribute__((weak));
+
+namespace {
+
+constexpr int kHeld[] = {SAGE2_ARCHITECTURES};
+const struct {
+  int capability, architecture;      // of the device, and whose machine code it runs
+  const Backend *backend;
+} kServed[] = {
+    {90, 90, &sm90},
+};
+
+bool is_held(int architecture) {
+  for (int held : kHeld)
+    if (held == architecture) return true;
+  return false;
+}
+
+constexpr int kMaxDevices = 64;
+struct Device {
+  std::atomic<int> sms{0};           // 0: its kernels are not loaded
+  int capability = 0;
+} devices[kMaxDevices];
+
+}  // namespace
+
+const Backend *backend_of(int capability) {
+  char held[128] = "";
+  for (const auto &row : kServed) {
+    if (!is_held(row.architecture) || !row.backend) continue;
+    if (row.capability == capability) return row.backend;
+    snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10, row.capability % 10);
+  }
+  fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10, capability % 10,
+       *held ? held : "none");
+  return nullptr;
+}
+
+int load_current(const Backend &backend, int wanted, int capability, int *sms) {
+  int device;
+  cudaError_t err = cudaGetDevice(&device);
+  if (err != cudaSuccess) return fail_cuda(err, "cudaGetDevice");
+  if (device != wanted) return fail(SAGE2_ERR_DEVICE, "the tensors are on device %d, the current device is %d", wanted, device);
+  if (device >= kMaxDevices) return fail(SAGE2_ERR_DEVICE, "device index %d: at most %d devices are supported", device, kMaxDevices);
+  Device &d = devices[device];
+  *sms = d.sms.load(std::memory_order_acquire);
+  if (!*sms) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    err = cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
+    if (err != cudaSuccess) return fail_cuda(err, "cudaDeviceGetAttribute");
+    d.capability = 10 * major + minor;
+    if (d.capability == capability) {
+      if ((err = backend.load()) != cudaSuccess) return fail_cuda(err, "loading the kernels");
+      d.sms.store(*sms, std::memory_order_release);
+    }
+  }
+  if (d.capability == capability) return SAGE2_OK;
+  return fail(SAGE2_ERR_DEVICE, "the arguments are for compute capability %d.%d, device %d has %d.%d", capability / 10, capability % 10, device, d.capability / 10, d.capability % 10);
+}
+
+}  // namespace sage2
+
+extern "C" int sage2_architectures(int *out, int capacity) {
+  int count = 0;
+  for (int held : sage2::kHeld) {
+    if (count < capacity) out[count] = held;
+    count++;
+  }
+  return count;
+}

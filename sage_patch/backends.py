@@ -1,0 +1,173 @@
+"""What computes quantized recipes where: one row a backend, asked by everything that must know. Standard library only.
+
+A backend is a family of kernels for some CUDA compute capabilities, or the reference on a CPU. To add a family: its
+functions of (recipe, call) and its row here, its CUDA units, and its row in cuda_kernels/backends.cu
+(docs/extending.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sage_patch.recipes import USUAL_LIMITS, Call, Limits, Recipe
+
+Rule = Callable[[Recipe, Call], str | None]  # None, or the reason why not: a stable word
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What computes quantized recipes on some devices.
+
+    name: what is counted. device: the type of its devices.
+    why_not: what it cannot compute. no_gain: what would be slower than the exact path; None: it is not asked, as where
+        nobody uses a backend for its speed.
+    kernels: the module with `prepare(index)`, which has everything for the device at hand or raises BuildError, and
+        `forward(query, key, value, args: Args, recipe: Recipe) -> (out, lse or None)`.
+    pages: the module with `append(pages, key, value)` and `attend(pages, query, args: PageArgs)` of quantized caches;
+        None: caches on its devices are stored, and attended exactly.
+    architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
+        `kernels.build.architectures`.
+    card: whose cost model calibration takes on its devices.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    why_not: Rule
+    kernels: str
+    pages: str | None = None
+    no_gain: Rule | None = None
+    architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    card: str = "ada"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Kernels of CUDA cards, whose break-even lengths are measured."""
+        return bool(self.architectures)
+
+
+def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
+    # INT8 products of up to 1,024 channels are exact in the float32 matmul that the reference uses.
+    return "head_dim" if call.head_dim > 1024 else None
+
+
+def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
+    """What the Hopper kernel does not take yet."""
+    if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
+        return "variant"
+    if call.dtype == "float32":
+        return "dtype_float32"
+    if call.head_dim > (128 if recipe.pv == "fp16" or recipe.qk_bits == 4 or recipe.smooth_q else 256):
+        return "head_dim"
+    held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
+    return "v_head_dim" if call.v_head_dim > held else None
+
+
+def _sm90_no_gain(recipe: Recipe, call: Call) -> str | None:
+    """Added masks cost the Hopper kernel more than torch."""
+    if call.mask == "float":
+        return "mask_float"
+    return None if breaks_even(recipe, call) else "short"
+
+
+CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
+
+
+def breaks_even(recipe: Recipe, call: Call) -> bool:
+    """Is the whole quantized call at least as fast as exact attention, by the break-even lengths in `call`?
+
+    A length L was measured with q_len = kv_len = L and batch x heads = CROSSOVER_HEADS. Below it the rewriting of K
+    and V (which grows with kv_len, while what it saves grows with q_len) and the start of a kernel cost more than the
+    faster products save. So both lengths must reach L, and the call must hold as much work, batch x heads x q_len x
+    kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
+    """
+    length = dict(call.crossover).get(recipe.name, 0)
+    if call.q_len < length or call.kv_len < length:
+        return False
+    return call.batch * call.num_heads * call.q_len * call.kv_len >= CROSSOVER_HEADS * length * length
+
+
+# The first row that serves a device computes there.
+BACKENDS: dict[str, Backend] = {
+    b.name: b
+    for b in (
+        Backend(
+            "sm90",
+            "cuda",
+            _sm90_why_not,
+            kernels="sage_patch.kernels.library",
+            pages="sage_patch.kernels.pages",
+            no_gain=_sm90_no_gain,
+            architectures={(9, 0): "90"},
+            card="hopper",
+        ),
+        Backend(
+            "reference",
+            "cpu",
+            _reference_why_not,
+            kernels="sage_patch.kernels.plain",
+            pages="sage_patch.reference.pages",
+        ),
+    )
+}
+
+
+def named(name: str) -> Backend | None:
+    """The row of a backend; None for "none"."""
+    return BACKENDS.get(name)
+
+
+def find(device: str, capability: tuple[int, int] | None = None) -> str:
+    """The name of the backend of devices of this type and, with CUDA, compute capability; "none" if there is none."""
+    served = (b for b in BACKENDS.values() if b.device == device and (device == "cpu" or capability in b.architectures))
+    return next((b.name for b in served), "none")
+
+
+def capabilities() -> str:
+    """The compute capabilities that kernels exist for, for messages: "9.0"."""
+    return ", ".join(f"{major}.{minor}" for b in BACKENDS.values() for major, minor in b.architectures)
+
+
+def architecture_of(capability: tuple[int, int]) -> str | None:
+    """The architecture whose machine code devices of this compute capability run; None if nothing is compiled."""
+    return next((a for b in BACKENDS.values() for c, a in b.architectures.items() if c == capability), None)
+
+
+@functools.cache
+def module(path: str) -> Any:
+    """The module of a row, imported when first asked for."""
+    return importlib.import_module(path)
+
+
+def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | None:
+    """Why `recipe` will not run this call on the backend of its device, or None if it will.
+
+    The reasons are stable words: they are counted, printed in reports and matched in tests.
+    """
+    if recipe.is_exact:
+        return "policy"
+    if call.needs_grad:
+        return "needs_grad"
+    if call.dropout:
+        return "dropout"
+    if call.dtype == "float32":
+        if not limits.quantize_fp32:
+            return "dtype_float32"
+    elif call.dtype not in ("float16", "bfloat16"):
+        return f"dtype_{call.dtype}"
+    if call.q_len == 0 or call.kv_len == 0:
+        return "empty"
+    if call.q_len < limits.min_q_len:
+        return "decode" if call.q_len == 1 else "short_q"
+    if call.kv_len < limits.min_kv_len:
+        return "short_kv"
+    backend = named(call.backend)
+    if backend is None:
+        return f"no_kernel_for_{call.device}"
+    reason = backend.why_not(recipe, call)
+    if reason is None and limits.crossover and backend.no_gain is not None:
+        return backend.no_gain(recipe, call)
+    return reason

@@ -1,0 +1,97 @@
+"""One call of the operator in plain torch: exact attention, and the quantized recipes of the reference.
+
+Both take one dense problem at a time, so sequences laid end to end are cut apart here, and lengths become a mask.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sage_patch.args import Args
+from sage_patch.recipes import Recipe
+from sage_patch.reference.attention import quantized_attention
+from sage_patch.reference.exact import exact_attention
+from sage_patch.reference.visibility import Visibility
+
+
+def prepare(index: int | None) -> None:
+    """Nothing has to be built."""
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
+    """(out [B, Hq, q_len, Dv] in args.out_layout, lse float32 [B, Hq, q_len] or None); recipe: exact or quantized."""
+    # Autocast would turn the float32 products of either path into half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        if args.cu_seqlens_q is None or args.cu_seqlens_k is None:
+            mask = with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
+            out, lse = _dense(query, key, value, mask, args, recipe)
+            return _in_layout(out, args.out_layout), lse
+        out, lse_all = empty_outputs(query, value, args)
+        out.zero_()  # tokens that belong to no sequence
+        lse_all.fill_(-math.inf)
+        q, k = args.cu_seqlens_q.tolist(), args.cu_seqlens_k.tolist()
+        for i in range(len(q) - 1):
+            rows, keys = slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
+            part, lse = _dense(query[:, :, rows], key[:, :, keys], value[:, :, keys], None, args, recipe)
+            out[:, :, rows] = part
+            if lse is not None:
+                lse_all[:, :, rows] = lse
+        return out, lse_all
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, args: Args, recipe: Recipe
+) -> tuple[Tensor, Tensor | None]:
+    """One dense problem. An empty sequence or batch inside a quantized call has nothing to quantize."""
+    visibility = visibility_of(query.shape[2], key.shape[2], mask, args.left, args.right, args.top_left)
+    if recipe.is_exact or not (query.shape[0] and query.shape[2] and key.shape[2]):
+        # On a GPU one row's mask guard would cost more than its attention; the unpatched call has none either.
+        guard = query.device.type == "cpu" or query.shape[2] > 1
+        return exact_attention(
+            query, key, value, visibility, scale=args.scale, softcap=args.softcap, sinks=args.sinks,
+            return_lse=args.return_lse, guard_hidden=guard,
+        )  # fmt: skip
+    return quantized_attention(
+        query, key, value, visibility, recipe, scale=args.scale, softcap=args.softcap, sinks=args.sinks,
+        return_lse=args.return_lse,
+    )  # fmt: skip
+
+
+def visibility_of(
+    q_len: int, kv_len: int, attn_mask: Tensor | None, left: int, right: int, top_left: bool
+) -> Visibility:
+    """left, right: as in Args."""
+    return Visibility(
+        q_len=q_len,
+        kv_len=kv_len,
+        attn_mask=attn_mask,
+        left=None if left < 0 else left,
+        right=None if right < 0 else right,
+        offset=0 if top_left else kv_len - q_len,
+    )
+
+
+def with_run(attn_mask: Tensor | None, kv_starts: Tensor | None, kv_lens: Tensor | None, kv_len: int) -> Tensor | None:
+    """The mask that also says which keys there are: item b's, from kv_starts[b] (0 if None) on, kv_lens[b] of them."""
+    if kv_lens is None:
+        return attn_mask
+    index = torch.arange(kv_len, device=kv_lens.device) - (0 if kv_starts is None else kv_starts[:, None])
+    there = ((index >= 0) & (index < kv_lens[:, None]))[:, None, None, :]
+    return there if attn_mask is None else attn_mask & there
+
+
+def empty_outputs(query: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor]:
+    """(out [B, Hq, q_len, Dv], contiguous in args.out_layout; lse float32 [B, Hq, q_len] or empty)."""
+    batch, heads, q_len, _ = query.shape
+    if args.out_layout == "NHD":
+        out = query.new_empty(batch, q_len, heads, value.shape[-1]).transpose(1, 2)
+    else:
+        out = query.new_empty(batch, heads, q_len, value.shape[-1])
+    return out, query.new_empty((batch, heads, q_len) if args.return_lse else (0,), dtype=torch.float32)
+
+
+def _in_layout(out: Tensor, out_layout: str) -> Tensor:
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if out_layout == "NHD" else out.contiguous()
