@@ -7,22 +7,34 @@
 #include "host.h"
 
 #ifndef SAGE2_ARCHITECTURES
-#define SAGE2_ARCHITECTURES 90       // of this build, with commas
+#define SAGE2_ARCHITECTURES 90  // of this build, with commas
 #endif
 
 namespace sage2 {
 
 // Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
 extern const Backend sm90 __attribute__((weak));
+extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak)), mma_split __attribute__((weak));
 
 namespace {
 
 constexpr int kHeld[] = {SAGE2_ARCHITECTURES};
 const struct {
-  int capability, architecture;      // of the device, and whose machine code it runs
+  int capability, architecture;  // of the device, and whose machine code it runs
   const Backend *backend;
 } kServed[] = {
+    {80, 80, &mma_int4},
+    {86, 86, &mma_int4},
+    {87, 86, &mma_int4},
+    {89, 89, &mma_int4},
+#ifdef SAGE2_TEST_BACKEND  // tests run the rows for other cards on a Hopper card
+    {90, 90, &SAGE2_TEST_BACKEND},
+#endif
     {90, 90, &sm90},
+    {100, 100, &mma},
+    {103, 100, &mma},
+    {120, 120, &mma},
+    {121, 120, &mma},
 };
 
 bool is_held(int architecture) {
@@ -33,7 +45,7 @@ bool is_held(int architecture) {
 
 constexpr int kMaxDevices = 64;
 struct Device {
-  std::atomic<int> sms{0};           // 0: its kernels are not loaded
+  std::atomic<int> sms{0};  // 0: its kernels are not loaded
   int capability = 0;
 } devices[kMaxDevices];
 
@@ -44,10 +56,11 @@ const Backend *backend_of(int capability) {
   for (const auto &row : kServed) {
     if (!is_held(row.architecture) || !row.backend) continue;
     if (row.capability == capability) return row.backend;
-    snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10, row.capability % 10);
+    snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10,
+             row.capability % 10);
   }
-  fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10, capability % 10,
-       *held ? held : "none");
+  fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10,
+       capability % 10, *held ? held : "none");
   return nullptr;
 }
 
@@ -55,8 +68,10 @@ int load_current(const Backend &backend, int wanted, int capability, int *sms) {
   int device;
   cudaError_t err = cudaGetDevice(&device);
   if (err != cudaSuccess) return fail_cuda(err, "cudaGetDevice");
-  if (device != wanted) return fail(SAGE2_ERR_DEVICE, "the tensors are on device %d, the current device is %d", wanted, device);
-  if (device >= kMaxDevices) return fail(SAGE2_ERR_DEVICE, "device index %d: at most %d devices are supported", device, kMaxDevices);
+  if (device != wanted)
+    return fail(SAGE2_ERR_DEVICE, "the tensors are on device %d, the current device is %d", wanted, device);
+  if (device >= kMaxDevices)
+    return fail(SAGE2_ERR_DEVICE, "device index %d: at most %d devices are supported", device, kMaxDevices);
   Device &d = devices[device];
   *sms = d.sms.load(std::memory_order_acquire);
   if (!*sms) {
@@ -72,7 +87,8 @@ int load_current(const Backend &backend, int wanted, int capability, int *sms) {
     }
   }
   if (d.capability == capability) return SAGE2_OK;
-  return fail(SAGE2_ERR_DEVICE, "the arguments are for compute capability %d.%d, device %d has %d.%d", capability / 10, capability % 10, device, d.capability / 10, d.capability % 10);
+  return fail(SAGE2_ERR_DEVICE, "the arguments are for compute capability %d.%d, device %d has %d.%d", capability / 10,
+              capability % 10, device, d.capability / 10, d.capability % 10);
 }
 
 }  // namespace sage2

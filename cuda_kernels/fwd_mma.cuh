@@ -268,9 +268,9 @@ template<class C> SAGE2_DEV void finish(const Params &p, const Tile &tile, const
           if (channel + 1 < p.v_head_dim) out[8 * n + 1] = pair >> 16;
         }
       }
-      if (p.lse && c == 0)  // natural log of the true scaled scores
+      if (p.lse && c == 0)
         p.lse[((int64_t)(!C::dense && p.cu_q ? 0 : tile.b) * p.heads + tile.h) * p.q_len + tile.q_token + row] =
-            l == 0.f ? -INFINITY : fmaf(reference + __log2f(l), 0.6931471806f, dot);
+            log_sum_exp(reference, l, dot);
     }
 }
 

@@ -41,6 +41,7 @@ REASONS: dict[str, Reason] = {
     "head_dim": Reason("heads are wider than the kernels take for this recipe"),
     "v_head_dim": Reason("values are wider than the kernels take beside these keys"),
     "variant": Reason("the kernels do not compute this variant of the recipe; it exists on the CPU, for ablations"),
+    "no_fp8": Reason("this card's tensor cores have no FP8: choose a recipe with FP16 P and V"),
     "rank": Reason("the tensors are not [batch, heads, tokens, head_dim]"),
     "mask_float": Reason("an additive mask, which costs the kernels more than torch"),
     "mask_block": Reason("a block mask of flex attention, which only flex attention reads"),
