@@ -43,11 +43,12 @@ template<int DIM, Product PV, Family FAMILY, bool PACKED> struct MmaConfig {
   static constexpr int bytes = at_scratch + threads / 32 * 16;
   static_assert(bytes <= 99 << 10, "shared memory of a CTA");
 };
-// FP8 products exist from sm_89 on. Packed INT4 is never compiled where it would be emulated, but for Hopper, whose mma
-// kernels are there for tests.
+// Neither FP8 products nor packed INT4 are compiled where they would be emulated, but for Hopper, whose mma kernels are
+// there for tests. FP8: sm_89, sm_120. INT4: sm_80 to sm_89.
 template<class C> SAGE2_DEV constexpr bool compiled_here() {
 #ifdef __CUDA_ARCH__
-  return (!C::fp8 || __CUDA_ARCH__ >= 890) && (!C::packed || __CUDA_ARCH__ < 1000);
+  constexpr int kArch = __CUDA_ARCH__;
+  return (!C::fp8 || kArch == 890 || kArch == 900 || kArch >= 1200) && (!C::packed || kArch < 1000);
 #else
   return true;
 #endif
