@@ -27,10 +27,12 @@ template<bool PACKED, bool SPLIT> cudaError_t forward(Params &p, int, bool, cuda
 }  // namespace
 
 extern const Backend mma, mma_int4, mma_split;
-const Backend mma = {load, rows, prepare<false>, forward<false, false>, nullptr, nullptr, nullptr, nullptr, nullptr};
-const Backend mma_int4 = {load, rows, prepare<true>, forward<true, false>, nullptr, nullptr, nullptr, nullptr, nullptr};
+const Backend mma = {load,    rows, prepare<false>, forward<false, false>, nullptr, nullptr, nullptr, nullptr,
+                     nullptr, 256};
+const Backend mma_int4 = {load,    rows, prepare<true>, forward<true, false>, nullptr, nullptr, nullptr, nullptr,
+                          nullptr, 256};
 // FP16 P V in fp16 where the dense kernels have it. For tests: which card gains from it is not known from its number.
-const Backend mma_split = {load,    rows,    prepare<false>, forward<false, true>, nullptr, nullptr,
-                           nullptr, nullptr, nullptr};
+const Backend mma_split = {load,    rows, prepare<false>, forward<false, true>, nullptr, nullptr, nullptr, nullptr,
+                           nullptr, 256};
 
 }  // namespace sage2

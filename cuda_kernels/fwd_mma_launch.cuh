@@ -23,7 +23,8 @@ template<int DIM, Family FAMILY> Entry entry(Product pv, bool packed) {
 }
 template<Family FAMILY> Entry entry(int dim, Product pv, bool packed) {
   if (dim == 64) return entry<64, FAMILY>(pv, packed);
-  return dim == 128 ? entry<128, FAMILY>(pv, packed) : entry<256, kPvFp8, FAMILY>();
+  if (dim == 128) return entry<128, FAMILY>(pv, packed);
+  return pv == kPvFp8 ? entry<256, kPvFp8, FAMILY>() : entry<256, kPvFp16, FAMILY>();
 }
 
 }  // namespace
@@ -33,7 +34,6 @@ template<Family FAMILY> cudaError_t load_family_mma(int capability) {
     const int dim = 64 << i % 3;
     const Product pv = (Product)(i / 3 % 3);
     const bool packed = i / 9;
-    if (dim == 256 && pv != kPvFp8) continue;
     if (pv == kPvFp8 && capability < 89) continue;
     if (packed && capability > 90) continue;
     const Entry e = entry<FAMILY>(dim, pv, packed);

@@ -180,10 +180,10 @@ SAGE2_DEV void write_v_fp8(const Params &p, const Head &h, const Shared<DIM> &sh
         pack_e4m3(f[0][e], f[1][e], f[2][e], f[3][e]);
 }
 // A warp's share of a 16-bit V block: 8 tokens (dim 128; 16 at dim 64) as they are, scaled so that any bf16 fits fp16.
-template<int DIM, Mode MODE>
+template<int DIM, int DV, Mode MODE>
 SAGE2_DEV void write_v_fp16(const Params &p, const Head &h, const Shared<DIM> &sh, const uint8_t *cached,
                             uint8_t *image, int block, int unit) {
-  constexpr int kChunks = DIM / 8, kRows = 32 / kChunks;
+  constexpr int kChunks = DV / 8, kRows = 32 / kChunks;
   const int lane = threadIdx.x % 32, channel = lane % kChunks * 8;
   float mean[8], inverse[8];
   load8(sh.v_mean + channel, mean);
@@ -200,7 +200,8 @@ SAGE2_DEV void write_v_fp16(const Params &p, const Head &h, const Shared<DIM> &s
       for (int e = 0; e < 8; e++) f[e] = __fmul_rn(__fsub_rn(f[e], mean[e]), inverse[e]);
       y = {pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]), pack_f16(f[6], f[7])};
     }
-    *(uint4 *)(image + v16_offset(token, channel)) = y;
+    *(uint4 *)(image + (DV > 128 ? channel / 128 * p.images.v_half : 0) +
+               v16_offset(token, DV > 128 ? channel % 128 : channel)) = y;
   }
 }
 
@@ -381,7 +382,7 @@ SAGE2_DEV void write_values(const Params &p, const Head &h, const Shared<DIM> &s
     const int i = u / kUnits, block = rank + i * size;
     const uint8_t *cached = i < cache_blocks ? cache + i * Shared<DIM>::block_bytes : nullptr;
     uint8_t *image = p.images.v + (h.image + block) * (int64_t)v_image_bytes(DV > 128 ? 128 : DV, FP16);
-    if (FP16) write_v_fp16<DIM, MODE>(p, h, sh, cached, image, block, u % kUnits);
+    if (FP16) write_v_fp16<DIM, DV, MODE>(p, h, sh, cached, image, block, u % kUnits);
     else write_v_fp8<DIM, DV, MODE>(p, h, sh, cached, image, block, u % kUnits);
   }
 }

@@ -89,7 +89,8 @@ template<int DIM, int DV, bool FP16> Launches launches(const Params &p) {
 Launches launches(const Params &p, int dim) {
   if (dim == 64) return p.fp16_pv ? launches<64, 64, true>(p) : launches<64, 64, false>(p);
   if (dim == 128) return p.fp16_pv ? launches<128, 128, true>(p) : launches<128, 128, false>(p);
-  return p.v_head_dim <= 128 ? launches<256, 128, false>(p) : launches<256, 256, false>(p);
+  if (p.v_head_dim <= 128) return p.fp16_pv ? launches<256, 128, true>(p) : launches<256, 128, false>(p);
+  return p.fp16_pv ? launches<256, 256, true>(p) : launches<256, 256, false>(p);
 }
 template<int DIM> constexpr int shared_bytes() { return Shared<DIM>::at_rest + Shared<DIM>::partial_bytes; }
 static_assert(shared_bytes<256>() <= 48 << 10, "no launch asks for more than every card gives");

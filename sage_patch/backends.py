@@ -54,16 +54,23 @@ def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
     return "head_dim" if call.head_dim > 1024 else None
 
 
-def _compiled_why_not(recipe: Recipe, call: Call) -> str | None:
-    """What no compiled kernel takes yet."""
+def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> str | None:
+    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"
     if call.dtype == "float32":
         return "dtype_float32"
-    if call.head_dim > (128 if recipe.pv == "fp16" or recipe.qk_bits == 4 or recipe.smooth_q else 256):
+    if call.head_dim > (
+        128 if recipe.qk_bits == 4 or recipe.smooth_q else fp16_head_dim if recipe.pv == "fp16" else 256
+    ):
         return "head_dim"
     held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
     return "v_head_dim" if call.v_head_dim > held else None
+
+
+def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
+    """The Hopper kernel's FP16 P V takes 128 channels."""
+    return _compiled_why_not(recipe, call, fp16_head_dim=128)
 
 
 def _without_fp8_why_not(recipe: Recipe, call: Call) -> str | None:
@@ -102,7 +109,7 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "sm90",
             "cuda",
-            _compiled_why_not,
+            _sm90_why_not,
             kernels="sage_patch.kernels.library",
             pages="sage_patch.kernels.pages",
             no_gain=_compiled_no_gain,

@@ -111,7 +111,8 @@ def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
         call = CALL._replace(backend=name, device="cuda")
         assert why_not(fp16, call) is None
         assert why_not(fp8, call) == (None if name == "mma" else "no_fp8")
-        assert why_not(fp16, call._replace(head_dim=256)) == "head_dim"
+        assert why_not(fp16, call._replace(head_dim=256, v_head_dim=256)) is None
+        assert why_not(RECIPES["qk_int4_pv_fp16"], call._replace(head_dim=256, v_head_dim=256)) == "head_dim"
 
 
 @pytest.mark.parametrize("bits, pv", [(6, "fp16"), (16, "fp8"), (8, "int8"), (8, "none"), (0, "fp8")])

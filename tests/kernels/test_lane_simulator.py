@@ -82,8 +82,9 @@ def test_dense(library: ctypes.CDLL, product: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [256, 200])
-def test_wide_heads(library: ctypes.CDLL, head_dim: int) -> None:
-    check(library, (1, 1, 70, 200, head_dim), Options("fp8"), "qk_int8_pv_fp8", torch.bfloat16)
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_wide_heads(library: ctypes.CDLL, product: str, head_dim: int) -> None:
+    check(library, (1, 1, 70, 200, head_dim), Options(product), f"qk_int8_pv_{product}", torch.bfloat16)
 
 
 @pytest.mark.parametrize("product", ["fp16", "fp8"])

@@ -42,8 +42,9 @@ template<int DIM, Product PV> static void run(const Params &p, bool packed) {
     p.family == kMasked ? run<DIM, PV, kMasked>(p, packed) : run<DIM, PV, kAdjusted>(p, packed);
 }
 template<int DIM> static void run(const Params &p, int product, bool packed) {
-  if (product == kPvFp8) run<DIM, kPvFp8>(p, packed);
-  else if constexpr (DIM <= 128) product == kPvFp16 ? run<DIM, kPvFp16>(p, packed) : run<DIM, kPvFp16Split>(p, packed);
+  if (product == kPvFp8) return run<DIM, kPvFp8>(p, packed);
+  if (product == kPvFp16) return run<DIM, kPvFp16>(p, packed);
+  if constexpr (DIM <= 128) run<DIM, kPvFp16Split>(p, packed);
 }
 
 extern "C" int simulate(const Call *c) {
