@@ -60,9 +60,8 @@ def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> s
         return "variant"
     if call.dtype == "float32":
         return "dtype_float32"
-    if call.head_dim > (
-        128 if recipe.qk_bits == 4 or recipe.smooth_q else fp16_head_dim if recipe.pv == "fp16" else 256
-    ):
+    widest = fp16_head_dim if recipe.pv == "fp16" else 256
+    if call.head_dim > (128 if recipe.qk_bits == 4 or recipe.smooth_q else widest):
         return "head_dim"
     held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
     return "v_head_dim" if call.v_head_dim > held else None

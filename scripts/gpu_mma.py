@@ -118,10 +118,14 @@ def calls() -> list[tuple[str, tuple[int, ...], dict[str, Any], Callable[[int, i
 
 
 def variants(rows: list[Row]) -> None:
-    kinds = [("mma", FP8, 64), ("mma", FP8, 96), ("mma", FP8, 128), ("mma", FP8, 256), ("mma", FP16, 64),
-             ("mma", FP16, 96), ("mma", FP16, 128), ("mma", FP16, 256), ("mma_split", FP16, 64), ("mma_split", FP16, 128),
-             ("mma", "qk_int4_pv_fp8", 128), ("mma", "qk_int4_pv_fp16", 64), ("mma_int4", "qk_int4_pv_fp8", 64),
-             ("mma_int4", "qk_int4_pv_fp8", 128), ("mma_int4", "qk_int4_pv_fp16", 128)]  # fmt: skip
+    kinds = [("mma", FP8, dim) for dim in (64, 96, 128, 256)] + [("mma", FP16, dim) for dim in (64, 96, 128, 256)]
+    kinds += [("mma_split", FP16, 64), ("mma_split", FP16, 128)]
+    kinds += [("mma", "qk_int4_pv_fp8", 128), ("mma", "qk_int4_pv_fp16", 64)]
+    kinds += [
+        ("mma_int4", "qk_int4_pv_fp8", 64),
+        ("mma_int4", "qk_int4_pv_fp8", 128),
+        ("mma_int4", "qk_int4_pv_fp16", 128),
+    ]
     for name, shape, options, exact in calls():
         for dim in sorted({kind[2] for kind in kinds}):
             q, k, v = tensors(*shape, dim, torch.bfloat16)

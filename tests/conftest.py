@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def backend_of_the_card() -> None:
-    """$SAGE_PATCH_TEST_BACKEND: the family of kernels for other cards that a Hopper card shall run (zoo.mma_library)."""
+    """$SAGE_PATCH_TEST_BACKEND: which kernels for other cards a Hopper card shall run (zoo.mma_library)."""
     backend = os.environ.get("SAGE_PATCH_TEST_BACKEND")
     if backend and no_gpu() is None:
         from zoo import mma_library
