@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sage_patch.reference.emulator import forward, forward_mma
 from sage_patch.reference.emulator.float32 import to_half
+from sage_patch.reference.emulator.prepare import Prepared
 from zoo.lane_simulator import Options, compile_simulator, simulate
 
 
@@ -127,6 +129,41 @@ def test_added_masks(library: ctypes.CDLL, kind: torch.dtype) -> None:
 @pytest.mark.parametrize("product", ["fp16", "fp8"])
 def test_softcap(library: ctypes.CDLL, product: str) -> None:
     check(library, SHAPE, Options(product, softcap=20.0, is_causal=True), f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_packed_sequences(library: ctypes.CDLL, product: str) -> None:
+    """Each sequence's rows are those of a call on it alone."""
+    cu_q, cu_k = [0, 5, 5, 200, 341], [0, 40, 40, 300, 441]
+    query, key, value = (x.half() for x in inputs(2, 1, cu_q[-1], cu_k[-1], 64))
+    recipe, scale = f"qk_int8_pv_{product}", 0.125
+    alone = [
+        forward.emulate(*parts, recipe=recipe, scale=scale, is_causal=True) if parts[0].shape[2] else None
+        for parts in forward.sequences(query, key, value, cu_q, cu_k)
+    ]
+    images = alone[0].images
+    blocks = cu_k[-1] // 128 + len(alone)
+    together = {name: torch.zeros(1, blocks, *getattr(images, name).shape[2:], dtype=getattr(images, name).dtype)
+                for name in ("k", "k_scale", "v")}  # fmt: skip
+    for b, stages in enumerate(alone):
+        for name, x in together.items() if stages is not None else ():
+            mine = getattr(stages.images, name)
+            first = cu_k[b] // 128 + b
+            x[:, first : first + mine.shape[1]] = mine
+    vectors = {
+        name: torch.cat([getattr(images if s is None else s.images, name) for s in alone])
+        for name in ("k_mean", "v_mean", "v_scale")
+    }
+    stages = replace(alone[0], images=Prepared(**together, **vectors))
+    options = Options(product, is_causal=True, cu_seqlens=(cu_q, cu_k))
+    out, lse = simulate(library, stages, query, key, options, scale)
+    for b, mine in enumerate(alone):
+        if mine is None:
+            continue
+        rows = slice(cu_q[b], cu_q[b + 1])
+        want, want_lse = forward_mma.attend(mine, recipe=recipe)
+        assert float((out[:, :, rows].float() - want).abs().max()) < 2e-3
+        assert torch.allclose(lse[:, :, rows], want_lse, atol=2e-5, rtol=2e-6)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

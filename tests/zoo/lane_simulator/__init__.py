@@ -78,6 +78,7 @@ class Options:
     attn_mask: Tensor | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    cu_seqlens: tuple[list[int], list[int]] | None = None  # of queries and keys: sequences laid end to end
     keep: list[Tensor] = field(default_factory=list)  # what pointers lead to
 
 
@@ -181,6 +182,13 @@ def simulate(
     give("sinks", options.sinks)
     mask = options.attn_mask
     call.q_tiles = -(-q_len // ROWS)
+    if options.cu_seqlens is not None:  # tiles in the order of tokens; two more that no sequence needs
+        cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32) for cu in options.cu_seqlens)
+        ends = zip(cu_q.tolist(), cu_q[1:].tolist(), strict=False)
+        schedule = [(b, row) for b, (first, end) in enumerate(ends) for row in range(0, end - first, ROWS)]
+        schedule += [(-1, 0)] * 2
+        give("cu_q", cu_q), give("cu_k", cu_k), give("schedule", torch.tensor(schedule, dtype=torch.int32))
+        call.batch, call.q_tiles = len(cu_q) - 1, len(schedule)
     call.total, call.blocks, call.q_blocks = batch * heads * call.q_tiles, blocks, -(-q_len // 64)
     call.head_dim = call.v_head_dim = head_dim
     call.bf16, call.causal, call.top_left = query.dtype == torch.bfloat16, options.is_causal, options.top_left
@@ -191,6 +199,7 @@ def simulate(
     call.scale, call.scale_log2 = scale, scale * LOG2E
     call.softcap, call.softcap_step = options.softcap * LOG2E, 2.0 / options.softcap if options.softcap else 0.0
     masked = options.left >= 0 or (not options.is_causal and options.right >= 0) or options.sinks is not None
+    masked |= options.cu_seqlens is not None
     call.family = MASKED if masked or mask is not None or (options.kv_starts and options.top_left) else DENSE
     if call.all_logits or (mask is not None and mask.dtype != torch.bool):
         call.family = ADJUSTED
