@@ -51,8 +51,9 @@ extern "C" int simulate(const Call *c) {
   Params p = {};
   const int64_t rows = (int64_t)c->q_len, dim = c->head_dim, v_dim = c->v_head_dim;
   const int32_t vector = dim % 8 == 0;
-  p.q = {c->q, c->heads * rows * dim, rows * dim, dim, vector};
-  p.out = {c->out, c->heads * rows * v_dim, rows * v_dim, v_dim, v_dim % 8 == 0};
+  const int64_t items = c->cu_q ? 0 : c->heads;  // heads between two items of the batch
+  p.q = {c->q, items * rows * dim, rows * dim, dim, vector};
+  p.out = {c->out, items * rows * v_dim, rows * v_dim, v_dim, v_dim % 8 == 0};
   p.images.k = c->k;
   p.images.v = c->v;
   p.images.k_scale = c->k_scale;
