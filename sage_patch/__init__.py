@@ -15,25 +15,29 @@ if TYPE_CHECKING:
     from sage_patch.attention import UnsupportedCall, sage_attention
     from sage_patch.config import ConfigError, load_policy
     from sage_patch.errors import SagePatchError
+    from sage_patch.handle import Handle, PatchError
     from sage_patch.integrations.quantized_cache import QuantizedCache
-    from sage_patch.patch import Handle, PatchError, applied, apply, plan, stats
-    from sage_patch.policy import Policy, PolicyError, Rule
+    from sage_patch.patch import applied, apply, plan, revert, rows, stats
+    from sage_patch.policy import Policy, PolicyError, Rule, Span
 
 __version__ = "0.1.0"
 
 _HOME = {
     "SagePatchError": "errors",
-    "Handle": "patch",
-    "PatchError": "patch",
+    "Handle": "handle",
+    "PatchError": "handle",
     "applied": "patch",
     "apply": "patch",
     "plan": "patch",
+    "revert": "patch",
+    "rows": "patch",
     "stats": "patch",
     "UnsupportedCall": "dispatch",
     "sage_attention": "attention",
     "Policy": "policy",
     "PolicyError": "policy",
     "Rule": "policy",
+    "Span": "policy",
     "ConfigError": "config",
     "load_policy": "config",
     "QuantizedCache": "integrations.quantized_cache",

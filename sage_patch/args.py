@@ -20,6 +20,7 @@ class Args(NamedTuple):
     left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right 0. top_left: the diagonal
     starts at the first key instead of ending at the last. softcap 0: none. out_layout: "HND" or "NHD", the order in
     which the output's memory is contiguous. recipe: its name; reason: why it is "exact"; site: the counter key.
+    guard_rows: of an exact call, see `reference.exact.exact_attention`.
     """
 
     attn_mask: Tensor | None
@@ -38,6 +39,7 @@ class Args(NamedTuple):
     recipe: str
     reason: str
     site: str
+    guard_rows: bool = True
 
 
 def plain(scale: float, is_causal: bool = False, recipe: str = "") -> Args:
@@ -50,8 +52,12 @@ _SCHEMA_TYPES = {Tensor | None: "Tensor?", float: "float", int: "int", bool: "bo
 
 
 def schema() -> str:
-    """The arguments as the operator's schema writes them: "Tensor? attn_mask, ..., str site"."""
-    return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(Args).items())
+    """The arguments as the operator's schema writes them: "Tensor? attn_mask, ..., bool guard_rows=True"."""
+    given = Args._field_defaults
+    return ", ".join(
+        f"{_SCHEMA_TYPES[kind]} {name}" + (f"={given[name]}" if name in given else "")
+        for name, kind in get_type_hints(Args).items()
+    )
 
 
 def key_padding(mask: Tensor | None) -> Tensor | None:

@@ -58,6 +58,8 @@ def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> s
     """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"
+    if recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
+        return "variant"
     if call.dtype == "float32":
         return "dtype_float32"
     widest = fp16_head_dim if recipe.pv == "fp16" else 256
@@ -96,9 +98,12 @@ def breaks_even(recipe: Recipe, call: Call) -> bool:
     kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
     """
     length = dict(call.crossover).get(recipe.name, 0)
-    if call.q_len < length or call.kv_len < length:
+    work = CROSSOVER_HEADS * length * length
+    # The work first: of symbolic lengths each question that is asked becomes a condition of the graph. No call holds
+    # as much as 2^62, and no symbol could be compared with it.
+    if work >= 1 << 62 or call.batch * call.num_heads * call.q_len * call.kv_len < work:
         return False
-    return call.batch * call.num_heads * call.q_len * call.kv_len >= CROSSOVER_HEADS * length * length
+    return call.q_len >= length and call.kv_len >= length
 
 
 # The first row that serves a device computes there.
@@ -182,6 +187,8 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | 
         return "policy"
     if call.needs_grad:
         return "needs_grad"
+    if call.training:
+        return "training"
     if call.dropout:
         return "dropout"
     if call.dtype == "float32":
@@ -189,7 +196,7 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | 
             return "dtype_float32"
     elif call.dtype not in ("float16", "bfloat16"):
         return f"dtype_{call.dtype}"
-    if call.q_len == 0 or call.kv_len == 0:
+    if 0 in (call.q_len, call.kv_len, call.head_dim, call.v_head_dim):
         return "empty"
     if call.q_len < limits.min_q_len:
         return "decode" if call.q_len == 1 else "short_q"

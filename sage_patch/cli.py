@@ -23,7 +23,7 @@ from sage_patch.errors import SagePatchError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sage_patch.evaluation.text import Progress
+    from sage_patch.evaluation.judge import Progress
 
 app = typer.Typer(
     name="sage-patch",
@@ -56,19 +56,16 @@ def run(
         loaded = load_run_config(config, set_ or [])
         folder = _folder(output or Path(loaded.output))
 
-        from sage_patch.evaluation import media, pictures, text
-        from sage_patch.evaluation.picture_tables import picture_tables
-        from sage_patch.evaluation.tables import run_tables, show, write_results
+        from sage_patch.evaluation import media
+        from sage_patch.evaluation import run as running
+        from sage_patch.evaluation.results_tables import results_tables, write_results
+        from sage_patch.evaluation.tables import show
 
         console = _console()
         with _progress(console) as progress:
-            if loaded.task.kind == "text":
-                results, files = text.run_text(loaded, _command(), progress), []
-                tables = run_tables(results)
-            else:
-                results, gallery = pictures.run_pictures(loaded, _command(), progress)
-                tables = picture_tables(results)
-                files = media.write_gallery(folder, gallery)
+            results, gallery = running.run(loaded, _command(), progress)
+            files = media.write_gallery(folder, gallery) if gallery is not None else []
+        tables = results_tables(results)
         files += write_results(folder, results, tables)  # last: where they are, all is there
         show(tables, console)
         _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
@@ -118,13 +115,13 @@ def evaluate(
         folder = _folder(output or Path(loaded.output) / "evaluate")
 
         from sage_patch.evaluation.evaluate import evaluate as evaluate_run
-        from sage_patch.evaluation.evaluate_tables import evaluation_tables
-        from sage_patch.evaluation.tables import show, write_results
+        from sage_patch.evaluation.results_tables import results_tables, write_results
+        from sage_patch.evaluation.tables import show
 
         console = _console()
         with _progress(console) as progress:
             results = evaluate_run(loaded, _command(), folder, progress, _say, fresh)
-        tables = evaluation_tables(results)
+        tables = results_tables(results)
         files = write_results(folder, results, tables)
         show(tables, console)
         _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
@@ -263,12 +260,12 @@ def ablate(
         loaded = load_run_config(config, set_ or [])
         folder = _folder(out or Path(loaded.output))
 
-        from sage_patch.evaluation import ablate_run
+        from sage_patch.evaluation.ablation import ablate_model, write_ablation
 
         console = _console()
         with _progress(console) as progress:
-            found = ablate_run.ablate_model(loaded, config.stem, progress, jobs, per_site, site, head)
-        files = ablate_run.write_ablation(folder, _command(), {config.stem: found})
+            found = ablate_model(loaded, config.stem, progress, jobs, per_site, site, head)
+        files = write_ablation(folder, _command(), {config.stem: found})
         console.file.write(files[1].read_text())
         _say(f"wrote {_written(files)}")
 
@@ -336,7 +333,11 @@ def _command() -> str:
 
 
 def _folder(path: Path) -> Path:
-    """The folder, made before the work and not after it."""
+    """The folder, made before the work and not after it. ConfigError if something else has the name."""
+    from sage_patch.config import ConfigError
+
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"the output must be a folder, and {path} is a file")
     path.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -7,6 +7,7 @@ folder. What the keys are is in `schema.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields as fields_of
 from pathlib import Path
@@ -16,9 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from sage_patch.errors import SagePatchError
 from sage_patch.policy import Policy, Rule, Span
-from sage_patch.recipes import nearest
+from sage_patch.recipes import nearest, recipe_names
 from sage_patch.schema import SCHEMA_VERSION, TARGETS, TASKS, PolicySpec, RuleSpec, RunConfig, Section
-from sage_patch.yamltext import Document, Problem, read_scalar, read_yaml, write_yaml
+from sage_patch.yamltext import MAX_CHARACTERS, Document, Problem, read_scalar, read_yaml, shown, write_yaml
 
 
 class ConfigError(SagePatchError, ValueError):
@@ -28,14 +29,21 @@ class ConfigError(SagePatchError, ValueError):
 SectionT = TypeVar("SectionT", bound=Section)
 _WEIGHTS = (("evaluate", "lpips"), ("evaluate", "clip"), ("evaluate", "fid"))
 _PATHS = (("model", "path"), ("task", "text"), ("output",), *_WEIGHTS)
+_HERE = Path(__file__).resolve().parent
+_SHIPPED = (_HERE / "policies", _HERE.parent / "configs")  # of an installed package, of a checkout
+_MAX_ERRORS = 40  # of a message
 
 
-def load_policy(source: str | Path | Mapping[str, Any]) -> Policy:
-    """The policy in a YAML file, or in a mapping of that form. Raises ConfigError with every error found."""
+def load_policy(source: str | os.PathLike[str] | Mapping[str, Any]) -> Policy:
+    """The policy that a text, a path or a mapping describes.
+
+    source: the path of a YAML file, the name of a policy that comes with the package ("wan"), the name of a recipe
+    ("qk_int8_pv_fp8"), or what such a file holds, as a mapping. Raises ConfigError with every error found.
+    """
     if isinstance(source, Mapping):
         document, name = Document(value=dict(source)), "policy"
     else:
-        document, name = _read_policy(Path(source)), str(source)
+        document, name = _policy_of(_text_of(source, "load_policy"), Path.cwd()), str(source)
     spec = _validate(PolicySpec, document)
     if spec is None or document.problems:
         raise _error(name, document)
@@ -55,14 +63,21 @@ def policy_to_yaml(policy: Policy) -> str:
     return write_yaml(value)
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """The run in a YAML file, with overrides such as "task.windows=4" or "policy.recipe=exact" laid over it.
 
-    `policy` may be a mapping or the path of a policy file. Raises ConfigError with every error found.
+    `policy` may be a mapping, or whatever text `load_policy` takes. Raises ConfigError with every error found.
     """
-    path = Path(path)
+    path = Path(_text_of(path, "load_run_config"))
+    if isinstance(overrides, str) or not all(isinstance(text, str) for text in overrides):
+        raise ConfigError(f"overrides must be a list of texts such as 'task.windows=4'; got {overrides!r:.100}")
     document = _read(path)
     if isinstance(document.value, dict):
+        if _belongs_to(document.value, PolicySpec, RunConfig):
+            raise ConfigError(
+                f"{path}: this is a policy file, and a run file (model, task, ...) belongs here: "
+                f"give a run file that says policy: {path.name}"
+            )
         base = path.resolve().parent
         document.value.setdefault("output", str(Path.cwd() / "runs" / path.stem))
         if any(text.startswith("policy.") for text in overrides):
@@ -79,21 +94,68 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     return config
 
 
+def _text_of(source: object, who: str) -> str:
+    """A path as text. ConfigError for anything else."""
+    text = os.fspath(source) if isinstance(source, os.PathLike) else source
+    if not isinstance(text, str):
+        also = " or a mapping" if who == "load_policy" else ""
+        raise ConfigError(f"{who} takes the path of a YAML file{also}; got {type(source).__name__}")
+    return text
+
+
 def _read(path: Path) -> Document:
+    """The YAML file at `path`. ConfigError if there is no text to read there."""
     try:
-        return read_yaml(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            document = read_yaml(file.read(MAX_CHARACTERS + 1))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"cannot read {path}: it is not UTF-8 text") from None
+        raise ConfigError(f"cannot read {shown(str(path))}: it is not UTF-8 text") from None
+    except ValueError as error:  # a NUL in the name
+        raise ConfigError(f"cannot read {shown(str(path))}: {error}") from None
+    if document.value is None and not document.problems:
+        document.problems.append(Problem((), "is empty; it must be a mapping of keys to values, version: 1 at least"))
+    elif isinstance(document.value, dict) and {"environment", "command"} <= set(document.value):
+        raise ConfigError(f"{shown(str(path))}: this is a results file; a policy or run file (YAML) belongs here")
+    return document
 
 
-def _read_policy(path: Path) -> Document:
-    """A policy file; unlike a policy inside a run's file it must state its schema version."""
+def _policy_of(name: str, base: Path) -> Document:
+    """What a text stands for: a recipe, a policy file below `base`, or a policy that comes with the package."""
+    if name.partition(":")[0] in recipe_names():
+        return Document(value={"version": SCHEMA_VERSION, "recipe": name})
+    try:
+        path = base / Path(name).expanduser()
+        if not path.suffix and path.name == name and not path.exists():
+            path = _shipped_policy(name)
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, no such user
+        raise ConfigError(f"cannot read {shown(name)}: {error}") from None
     document = _read(path)
+    if isinstance(document.value, dict) and _belongs_to(document.value, RunConfig, PolicySpec):
+        raise ConfigError(
+            f"{shown(name)}: this is a run file, and a policy file belongs here: "
+            "give what its `policy` names, or a file of that part alone"
+        )
+    # Unlike a policy inside a run's file, one of its own must state its schema version.
     if isinstance(document.value, dict) and "version" not in document.value:
         document.report(("version",), f"is missing; write version: {SCHEMA_VERSION}")
     return document
+
+
+def _shipped_policy(name: str) -> Path:
+    folder = next((path for path in _SHIPPED if path.is_dir()), _SHIPPED[0])
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        known = nearest(name, [*recipe_names(), *names])
+        raise ConfigError(f"{shown(name)} is no file, no recipe and no policy that comes with the package{known}")
+    return folder / f"{name}.yaml"
+
+
+def _belongs_to(value: dict[Any, Any], section: type[Section], other: type[Section]) -> bool:
+    """Whether the keys of a file are those of `section` and not of `other`."""
+    own, foreign = set(section.model_fields), set(other.model_fields)
+    return bool((own - foreign) & set(value)) and not (foreign - own) & set(value)
 
 
 def _written(rule: Rule) -> dict[str, Any]:
@@ -128,28 +190,33 @@ def _override(document: Document, text: str) -> tuple[str | int, ...]:
         for part in path[:-1]:
             target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
         target[int(path[-1]) if isinstance(target, list) else path[-1]] = new
+        path = tuple(int(p) if str(p).isdecimal() else p for p in path)
     except (ValueError, IndexError, AttributeError, TypeError) as error:
-        reason = str(error) if str(error).startswith("not YAML") else "there is nothing of that name to set"
+        reason = str(error) if str(error).startswith("not ") else "there is nothing of that name to set"
         document.problems.append(Problem(path, reason, origin))
         return ()
-    path = tuple(int(p) if str(p).isdigit() else p for p in path)
     document.origins = {p: o for p, o in document.origins.items() if p[: len(path)] != path} | {path: origin}
     return path
 
 
 def _inline_policy(document: Document, base: Path) -> None:
-    """Where `policy` is the path of a file, put what the file holds in its place."""
+    """Where `policy` is a text, put what it stands for in its place."""
     name = document.value.get("policy")
     if not isinstance(name, str):
         return
     document.value["policy"] = {}
     try:
-        inner = _read_policy(base / Path(name).expanduser())
+        inner = _policy_of(name, base)
     except ConfigError as error:
         return document.report(("policy",), str(error))
-    document.value["policy"] = inner.value if inner.value is not None else {}
+    if not inner.problems:
+        document.value["policy"] = inner.value
     document.origins |= {("policy", *p): f"{o} of {name}" for p, o in inner.origins.items()}
-    document.problems += [Problem(("policy", *p.path), p.message, f"{p.origin} of {name}") for p in inner.problems]
+    document.problems += [Problem(("policy", *p.path), p.message, _of(p.origin, name)) for p in inner.problems]
+
+
+def _of(origin: str, name: str) -> str:
+    return f"{origin} of {name}" if origin else name
 
 
 def _resolve_path(document: Document, where: tuple[str, ...], base: Path) -> None:
@@ -157,16 +224,19 @@ def _resolve_path(document: Document, where: tuple[str, ...], base: Path) -> Non
     name = _get(document.value, where)
     if not isinstance(name, str):
         return
-    full = base / Path(name).expanduser()
-    if where == ("model", "path") and not full.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            document.report(where, f"no such folder: {full.resolve()}")
-        return
-    if where in _WEIGHTS and not full.exists():
-        document.report(where, f"no such file or folder: {full.resolve()}")
-    if where == ("task", "text") and not full.is_file():
-        document.report(where, f"no such file: {full.resolve()}")
-    _get(document.value, where[:-1])[where[-1]] = str(full.resolve())
+    try:
+        full = base / Path(name).expanduser()
+        if where == ("model", "path") and not full.is_dir():
+            if name.startswith((".", "/", "~")) or name.count("/") > 1:
+                document.report(where, f"no such folder: {full.resolve()}")
+            return
+        if where in _WEIGHTS and not full.exists():
+            document.report(where, f"no such file or folder: {full.resolve()}")
+        if where == ("task", "text") and not full.is_file():
+            document.report(where, f"no such file: {full.resolve()}")
+        _get(document.value, where[:-1])[where[-1]] = str(full.resolve())
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, no such user
+        document.report(where, f"cannot be a path: {error}")
 
 
 def _check_kind(document: Document) -> None:
@@ -191,7 +261,7 @@ def _check_targets(document: Document) -> None:
     for name, bounds in targets.items():
         if name not in measured:
             document.report(("targets", name), f"is not measured{nearest(str(name), measured)}")
-        for figure in others.intersection(bounds if isinstance(bounds, dict) else ()):
+        for figure in sorted(others.intersection(bounds if isinstance(bounds, dict) else ())):
             what = f"is not a figure of {kind} tasks; theirs are {', '.join(known)}"
             document.report(("targets", name, figure), what)
 
@@ -211,7 +281,7 @@ def _validate(section: type[SectionT], document: Document) -> SectionT | None:
 
 def _place(error: Any) -> tuple[str | int, ...]:
     """Where in the file the error is. pydantic puts the kind of task into the path; the file has it under `kind`."""
-    loc = error["loc"]
+    loc = tuple(part for part in error["loc"] if part != "[key]")
     if loc == ("task",) and error["type"].startswith("union_tag"):
         return ("task", "kind")
     return ("task", *loc[2:]) if loc[0:1] == ("task",) and loc[1:2] and loc[1] in TASKS else loc
@@ -234,6 +304,18 @@ _WORDS = {
     "greater_than_equal": "must be at least {ge}; got {input}",
     "greater_than": "must be more than {gt}; got {input}",
     "less_than_equal": "must be at most {le}; got {input}",
+    "finite_number": "must be a finite number; got {input}",
+    "invalid_key": "a key must be text; got {input}",
+    "string_pattern_mismatch": "must match {pattern}; got {input}",
+}
+
+# What people write for a key of ours.
+_MEANT = {
+    **dict.fromkeys(("blocks", "block", "layer", "layer_range"), "layers"),
+    **dict.fromkeys(("name", "names", "site", "sites", "pattern", "glob", "module", "modules"), "match"),
+    **dict.fromkeys(("default", "precision", "quantization", "default_recipe"), "recipe"),
+    **dict.fromkeys(("skip", "exclude"), "recipe: exact"),
+    **dict.fromkeys(("step", "timesteps", "step_range"), "steps"),
 }
 
 
@@ -241,13 +323,18 @@ def _wording(section: type[BaseModel], error: Any) -> str:
     """One pydantic error in our words."""
     loc, given, context = error["loc"], error["input"], error.get("ctx", {})
     if error["type"] == "extra_forbidden":
-        return f'unknown key "{loc[-1]}"{nearest(str(loc[-1]), _known_keys(section, loc[:-1]))}'
+        known_keys = _known_keys(section, loc[:-1])
+        meant = _MEANT.get(str(loc[-1]), "")
+        hint = f'; nearest: "{meant}"' if meant.partition(":")[0] in known_keys else nearest(str(loc[-1]), known_keys)
+        return f'unknown key "{shown(str(loc[-1]), 60)}"{hint}'
+    got = "nothing" if given is None else shown(repr(given), 200)
     if loc == ("version",) and error["type"] == "literal_error":
-        return f"this release reads schema version {SCHEMA_VERSION}; got {given!r}"
+        return f"this release reads schema version {SCHEMA_VERSION}; got {got}"
+    if error["type"] not in _WORDS:
+        return f"{error['msg']}; got {got}"
     known = str(context.get("expected", context.get("expected_tags", ""))).replace("'", "").replace(" or ", ", ")
-    template = _WORDS.get(error["type"], error["msg"] + "; got {input}")
-    shown = "nothing" if given is None else repr(given)
-    return template.format(**{**context, "input": shown, "known": known, "error": context.get("error", "")})
+    words = {**context, "input": got, "known": known, "error": context.get("error", "")}
+    return _WORDS[error["type"]].format(**{name: shown(str(value)) for name, value in words.items()})
 
 
 def _known_keys(section: type[BaseModel], path: Sequence[str | int]) -> list[str]:
@@ -268,7 +355,9 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _error(name: str, document: Document) -> ConfigError:
-    problems = document.problems
+    problems, name = document.problems, shown(name)
     if len(problems) == 1:
         return ConfigError(f"{name}: {problems[0]}")
-    return ConfigError(f"{name}: {len(problems)} errors\n" + "\n".join(f"  {p}" for p in problems))
+    lines = [f"  {problem}" for problem in problems[:_MAX_ERRORS]]
+    lines += [f"  and {len(problems) - _MAX_ERRORS} more"] if len(problems) > _MAX_ERRORS else []
+    return ConfigError("\n".join([f"{name}: {len(problems)} errors", *lines]))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sage_patch.args import Args, PageArgs, key_padding
 from sage_patch.backends import named, why_not
-from sage_patch.kernels import crossover, ops
-from sage_patch.kernels.plain import visibility_of
+from sage_patch.kernels import crossover, ops, torch_private
+from sage_patch.kernels.plain import in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
 from sage_patch.reasons import is_error
 from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, UnsupportedCall
@@ -39,6 +39,9 @@ class Options:
     starts at the first key instead of ending at the last. softcap 0: none. sinks: float [Hq].
     max_q_len, max_kv_len: of cu_seqlens' longest sequence, 0 where unknown; they decide what is too short.
     out_layout: in which layout the output's memory is contiguous.
+    guard_rows: an exact call's rows without keys are 0. False: they are as torch's SDPA has them, so that the call is
+    bit-equal to the one that it stands for.
+    training: the flag of the module whose call this is.
     """
 
     attn_mask: Tensor | None = None
@@ -57,6 +60,8 @@ class Options:
     max_kv_len: int = 0
     return_lse: bool = False
     out_layout: Layout = "HND"
+    guard_rows: bool = True
+    training: bool = False
 
     def scale_for(self, head_dim: int) -> float:
         """The softmax scale; the default is SDPA's own expression of the true head_dim."""
@@ -68,14 +73,16 @@ class Options:
 
 def scale_for(scale: float | None, head_dim: int) -> float:
     """The softmax scale; None: SDPA's own expression of the true head_dim."""
-    return 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+    if scale is not None:
+        return float(scale)
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # products of no channels are 0 whatever the scale
 
 
 def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast a call takes autocast's dtype, float32 too, as SDPA's own autocast rule has it (float64 stays).
     Outside it mixed dtypes stay mixed and the call goes exact in their common dtype, out in query's dtype."""
     device = query.device.type
-    if not torch.is_autocast_enabled(device):
+    if not knows_autocast(device) or not torch.is_autocast_enabled(device):
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
@@ -112,11 +119,26 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         return_lse=options.return_lse,
         dropout=options.dropout_p > 0,
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
+        training=is_training(options.training),
         batch=batch,
         crossover=crossover.lengths(query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0)
         if row is not None and row.is_compiled
         else (),
     )
+
+
+def is_training(module_trains: bool) -> bool:
+    """Whether this forward pass belongs to a training step, also where this very call needs no gradient.
+
+    module_trains: the `training` flag of the module that calls. With gradients enabled it decides: the frozen part of a
+    model in training is part of the loss. Without, the pass is inference, unless it runs inside of the forward of an
+    autograd function: reentrant checkpointing computes it again with gradients, which must be those of this pass.
+    Torch switches forward-mode differentiation off there, and nowhere else but in inference mode. What is being
+    compiled cannot tell, so that the flag decides there too.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return module_trains
+    return not (torch_private.forward_mode_is_on() or torch.is_inference_mode_enabled())
 
 
 def mask_kind(options: Options) -> Literal["none", "lengths", "padding", "bool", "float"]:
@@ -182,6 +204,7 @@ def attend(
     args = Args(
         o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k, o.scale_for(query.shape[-1]),
         o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout, recipe.name, reason, site,
+        o.guard_rows,
     )  # fmt: skip
     out, lse = ops.attend(query, key, value, args)
     return out, lse if o.return_lse else None
@@ -196,7 +219,7 @@ def attend_with_weights(
     seen = visibility.visible_keys(key.shape[1], key.device)
     key, value = hide(key, seen), hide(value, seen)
     scale = options.scale_for(query.shape[-1])
-    with torch.autocast(query.device.type, enabled=False):  # it would halve the precision of the scores
+    with without_autocast(query.device):  # it would halve the precision of the scores
         weights = exact_weights(query, key, visibility, scale=scale, softcap=options.softcap, sinks=options.sinks)
     weights = weights.to(query.dtype)
     if options.dropout_p:
@@ -211,7 +234,7 @@ def attend_pages(pages: Pages, query: Tensor, args: PageArgs, site: str) -> Tens
     Returns [B, Hq, q_len, D] in query's dtype.
     """
     ops.add_count(ops.CallKey(site, DEFAULT_RECIPE, ops.backend_for(query.device), "cache"))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         out, _ = pages.attend(query.to(pages.dtype), args)
     return out.to(query.dtype)
 
@@ -237,7 +260,7 @@ def _differentiable(
     for rows, cols in pieces:
         part = query[:, :, rows], key[:, :, cols], value[:, :, cols]
         # Autocast would turn the float32 products of softcap, sinks and LSE into half precision.
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device):
             out, lse = exact_attention(
                 *part,
                 options.visibility(part[0].shape[2], part[1].shape[2]),
@@ -246,12 +269,12 @@ def _differentiable(
                 sinks=options.sinks,
                 dropout_p=options.dropout_p,
                 return_lse=options.return_lse,
+                guard_rows=options.guard_rows,
             )
         outs.append(out)
         lses.append(lse)
     out = torch.cat(outs, dim=2) if len(outs) > 1 else outs[0]
-    if options.out_layout == "NHD":
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    out = in_layout(out, options.out_layout)
     if not options.return_lse:
         return out, None
     return out, torch.cat([x for x in lses if x is not None], dim=2)

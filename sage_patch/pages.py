@@ -7,7 +7,7 @@ model computed. Nothing here knows of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -200,13 +200,33 @@ class Pages:
         if not self._is_static:
             self._set_slabs([])
 
-    def select(self, index: Tensor) -> None:
-        """Make batch item i what item index[i] was; index int64 [new batch]."""
-        self._change_batch(lambda x, dim: x.index_select(dim, index.to(x.device)), len(index))
+    def select(self, index: Tensor | Sequence[int]) -> None:
+        """Make batch item i what item index[i] was. index: whole numbers, negative ones from the end, or a bool for
+        each item: those that are True stay. Raises ValueError for anything else, and for numbers out of range, which
+        are not looked at where they are on a GPU (torch stops there)."""
+        found = self._batch_index(torch.as_tensor(index))
+        self._change_batch(lambda x, dim: x.index_select(dim, found), len(found))
 
     def repeat(self, n: int) -> None:
-        """Repeat every batch item n times, copies beside each other."""
+        """Repeat every batch item n times, copies beside each other. Raises ValueError for n below 1."""
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"repeats must be a whole number from 1; got {n!r}")
         self._change_batch(lambda x, dim: x.repeat_interleave(n, dim=dim), self.batch * n)
+
+    def _batch_index(self, index: Tensor) -> Tensor:
+        """index as int64 from 0, on the store's device."""
+        if index.dtype == torch.bool and index.shape == (self.batch,):
+            return index.nonzero()[:, 0].to(self.device)
+        if index.dim() != 1 or (index.numel() and index.dtype not in (torch.int64, torch.int32, torch.int16)):
+            raise ValueError(
+                f"batch indices must be a list of whole numbers (int64, int32), or {self.batch} booleans; "
+                f"got {list(index.shape)} of {index.dtype}"
+            )
+        outside = [i for i in index.tolist() if not -self.batch <= i < self.batch] if index.device.type == "cpu" else []
+        if outside:
+            raise ValueError(f"batch index {outside[0]} is out of range: the cache holds {self.batch} items")
+        index = index.to(self.device, torch.int64)
+        return torch.where(index < 0, index + self.batch, index)
 
     @property
     def _slab_tokens(self) -> int:
@@ -227,9 +247,9 @@ class Pages:
     def _check(self, key: Tensor, value: Tensor) -> None:
         wanted = (self.batch, self.num_kv_heads, key.shape[2], self.head_dim)
         for name, x in (("key", key), ("value", value)):
-            if x.shape != wanted or x.dtype != self.dtype or x.device.type != self.device.type:
+            if x.shape != wanted or x.dtype != self.dtype or x.device != self.tail.device:
                 raise ValueError(
-                    f"{name}: the store holds {list(wanted)} of {self.dtype} on {self.device}; "
+                    f"{name}: the store holds {list(wanted)} of {self.dtype} on {self.tail.device}; "
                     f"got {list(x.shape)} of {x.dtype} on {x.device}"
                 )
 

@@ -282,12 +282,17 @@ class Plan:
     def rows(self) -> list[dict[str, object]]:
         """One row a site for tables: name, index, role, heads, kv_heads, head_dim, recipe, steps, reason.
 
-        steps: the rules that change the recipe at some steps ("first 2: exact"), "" if none.
+        steps: the rules without which some steps would run another recipe ("first 2: exact"), "" if none. reason: that
+        of the recipe, or, where it has none, those of the rules by step.
         """
         rows: list[dict[str, object]] = []
+        felt: dict[tuple[int, ...], list[Rule]] = {}  # most sites share their rules with others
         for site in self.sites:
             base = self.choice(site.name)
-            stepped = [r for r in (self.policy.rules[i] for i in self.matches[site.name]) if r.steps and r.recipe]
+            matching = self.matches[site.name]
+            if matching not in felt:
+                felt[matching] = _felt_rules([self.policy.rules[i] for i in matching], self.policy.recipe)
+            stepped = felt[matching]
             rows.append(
                 {
                     "name": site.name,
@@ -298,7 +303,7 @@ class Plan:
                     "head_dim": site.head_dim,
                     "recipe": base.recipe,
                     "steps": "; ".join(f"{r.steps}: {r.recipe}" for r in stepped),
-                    "reason": base.reason or "; ".join(dict.fromkeys(r.reason for r in stepped if r.reason)),
+                    "reason": base.reason or "; ".join(f"{r.steps}: {r.reason}" for r in stepped if r.reason),
                 }
             )
         return rows
@@ -338,6 +343,37 @@ def _after(choice: Choice, rule: Rule, index: int) -> Choice:
     )
 
 
+def _felt_rules(rules: Sequence[Rule], default: str) -> list[Rule]:
+    """Those rules by step without which some step of some request would run another recipe. Of rules that do the same
+    the last is kept."""
+    kept = [rule for rule in rules if rule.recipe]
+    numbers = [int(v) for rule in kept if rule.steps for v in rule.steps.values]
+    longest = 2 * max((abs(n) for n in numbers), default=0) + 2
+    moments = [(step, total) for total in (1, 2, 3, 5, 10, 20, 50, longest) for step in _edges(kept, total)]
+
+    def outcome(rules: Sequence[Rule]) -> list[str]:
+        wins = [[r.recipe for r in rules if r.steps is None or r.steps.contains(*moment)] for moment in moments]
+        return [recipes[-1] or default if recipes else default for recipes in wins]
+
+    for rule in [rule for rule in kept if rule.steps]:
+        others = [other for other in kept if other is not rule]
+        if outcome(others) == outcome(kept):
+            kept = others
+    return [rule for rule in kept if rule.steps]
+
+
+def _edges(rules: Sequence[Rule], total: int) -> list[int]:
+    """The steps of a request of `total` steps at which some rule may begin or end to hold."""
+    near: set[int] = {0, total - 1}
+    for span in (rule.steps for rule in rules if rule.steps):
+        ends = [int(v) if v >= 0 else int(v) + total for v in span.values]
+        if span.kind in ("first", "last"):
+            size = span._count(total)
+            ends = [size, total - size]
+        near.update(end + by for end in ends for by in (-1, 0, 1))
+    return sorted(step for step in near if 0 <= step < total)
+
+
 def _recipe_problem(where: str, recipe: str) -> str | None:
     try:
         parse_recipe(recipe)
@@ -362,7 +398,7 @@ def _match_problem(label: str, rule: Rule, sites: Sequence[AttentionSite]) -> st
 
 def _nearest_sites(glob: str, sites: Sequence[AttentionSite]) -> str:
     """`; nearest: "a", "b"`: the names that hold most of the glob's own letters, one a numbered family."""
-    wanted = glob.strip("*.")
+    wanted = glob.strip("*.")[:200]
 
     def likeness(name: str) -> float:
         blocks = SequenceMatcher(None, wanted, name, autojunk=False).get_matching_blocks()

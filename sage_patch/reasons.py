@@ -31,9 +31,10 @@ REASONS: dict[str, Reason] = {
     "short_q": Reason("fewer query rows than the policy's min_q_len", False),
     "short_kv": Reason("fewer keys than the policy's min_kv_len", False),
     "short": Reason("below the length from which this card is faster quantized (sage-patch bench --crossover)", False),
-    "empty": Reason("there is no query row or no key", False),
+    "empty": Reason("there is no query row, no key, or no channel", False),
     # what the call needs
     "needs_grad": Reason("gradients are needed: run under torch.no_grad() or torch.inference_mode() to quantize"),
+    "training": Reason("part of a training step: in training mode, or checkpointed; call model.eval() to quantize"),
     "dropout": Reason("attention dropout is on: call model.eval() to quantize"),
     "dtype_float32": Reason("float32 stays float32: load the model in bfloat16, or set quantize_fp32 in the policy"),
     "dtype_mixed": Reason("query, key and value differ in dtype"),

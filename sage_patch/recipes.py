@@ -186,6 +186,7 @@ class Call(NamedTuple):
     return_lse: bool = False
     dropout: bool = False
     needs_grad: bool = False
+    training: bool = False  # part of a training step (dispatch.is_training), whether or not it needs a gradient itself
     batch: int = 1
     crossover: tuple[tuple[str, int], ...] = ()  # the card's measured break-even length of each recipe
 

@@ -5,10 +5,20 @@ Reading files, resolving paths and wording errors is the business of `config.py`
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    create_model,
+    model_validator,
+)
 
+from sage_patch.figures import BY_BOUND, Figure
 from sage_patch.policy import Calibration, OnUnsupported, Policy, Role, Rule, Span
 from sage_patch.recipes import AUTO, parse_recipe
 
@@ -32,11 +42,13 @@ SpanField = Annotated[Span, PlainValidator(Span.parse), PlainSerializer(Span.wri
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class RuleSpec(Section):
     """The YAML form of `policy.Rule`."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # scores of equal outputs
 
     match: str = "*"
     layers: SpanField | None = None
@@ -47,9 +59,17 @@ class RuleSpec(Section):
     reason: str | None = None
     score: dict[str, float] | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> RuleSpec:
+        if self.recipe is None and self.on_unsupported is None and self.reason is None:
+            raise ValueError("changes nothing: give it a recipe, on_unsupported or a reason")
+        return self
+
 
 class CalibrationSpec(Section):
     """The YAML form of `policy.Calibration`. Whether it fits a model is asked where the two meet."""
+
+    model_config = ConfigDict(allow_inf_nan=True)  # PSNR of equal pictures
 
     schema_version: int
     model_hash: str
@@ -162,25 +182,18 @@ class PictureTask(Section):
 TASKS: dict[str, type[Section]] = {"text": TextTask, "image": PictureTask, "video": PictureTask}
 
 
-class TargetSpec(Section):
-    """Bounds that a measured recipe must keep; the run fails if one is missed. Which apply is in TARGETS.
-
-    max_kl: nats a token. min_top1: share from 0 to 1. max_ppl_change: relative, either way (0.005 is 0.5 %).
-    min_psnr (dB) and min_ssim are of the worst picture or frame.
-    """
-
-    max_kl: Annotated[float, Field(gt=0)] | None = None
-    min_top1: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_ppl_change: Annotated[float, Field(gt=0)] | None = None
-    min_psnr: Annotated[float, Field(gt=0)] | None = None
-    min_ssim: Annotated[float, Field(ge=0, le=1)] | None = None
+def _bound(figure: Figure) -> Any:
+    """The type of a bound: a share from 0 to 1, anything else more than 0."""
+    return Annotated[float, Field(ge=0, le=1) if figure.unit == "share" else Field(gt=0)] | None
 
 
-TARGETS = {
-    "text": ("max_kl", "min_top1", "max_ppl_change"),
-    "image": ("min_psnr", "min_ssim"),
-    "video": ("min_psnr", "min_ssim"),
-}
+if TYPE_CHECKING:
+    TargetSpec = Section
+else:  # bounds that a measured recipe must keep, a key for each of figures.BY_BOUND; a missed one fails the run
+    TargetSpec = create_model(
+        "TargetSpec", __base__=Section, **{key: (_bound(figure), None) for key, figure in BY_BOUND.items()}
+    )
+TARGETS = {kind: tuple(key for key, figure in BY_BOUND.items() if kind in figure.kinds) for kind in TASKS}
 
 
 class EvaluateSpec(Section):

@@ -94,12 +94,12 @@ def calls_of(family: zoo.Family) -> Iterator[tuple[str, Seen, collections.Counte
             return choose(recipe, call, *rest)
 
         with sage_patch.applied(model, DEFAULT) as handle:
-            for module in handle._tagged:
+            for module in (ref() for ref in handle._modules.values()):
                 module.__dict__[TAG] = dataclasses.replace(module.__dict__[TAG], limits=LONG_ENOUGH)
             with mock.patch.object(adapter, "describe", described), mock.patch.object(adapter, "choose", chosen):
                 zoo.outputs(model, inputs)
             elsewhere: collections.Counter = collections.Counter()
-            for row in handle.stats():
+            for row in handle.rows():
                 if row["reason"].startswith("argument_") or row["reason"] == "output_attentions":
                     elsewhere[row["reason"]] += row["calls"]
         yield kind, seen, elsewhere

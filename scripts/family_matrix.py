@@ -93,10 +93,10 @@ def _patched(family: zoo.Family, model: Any, inputs: dict, eager: list[torch.Ten
             record[f"exact_difference_{padding}_padding"] = difference(expected, zoo.outputs(model, padded))
     with sage_patch.applied(model, DEFAULT) as handle:
         record["default_difference"] = difference(eager, zoo.outputs(model, inputs))
-        calls = collections.Counter({(r["recipe"], r["reason"]): 0 for r in handle.stats()})
-        for row in handle.stats():
+        calls = collections.Counter({(r["recipe"], r["reason"]): 0 for r in handle.rows()})
+        for row in handle.rows():
             calls[row["recipe"], row["reason"]] += row["calls"]
-        record["sites_called"] = len({r["site"] for r in handle.stats()})
+        record["sites_called"] = len({r["site"] for r in handle.rows()})
     record["default_calls"] = [{"recipe": k[0], "reason": k[1], "calls": n} for k, n in calls.items()]
     return "routed"
 

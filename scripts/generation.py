@@ -219,7 +219,7 @@ def compare(
     before = _materialized()
     with sage_patch.applied(model, POLICY) as handle:
         got = write(model, way, prompts, new_tokens, assistant=assistant, follow=None)
-        stats = handle.stats()
+        stats = handle.rows()
         distributions = {} if way.beams else _distributions(model, way, prompts, got, want, assistant)
     row: dict[str, Any] = {"way": way.name, "texts": len(got.tokens), "new_tokens": new_tokens}
     row |= _same_text(got.tokens, want) | distributions
@@ -311,7 +311,7 @@ def _calls(stats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _materialized() -> int:
-    return sum(row["calls"] for row in sage_patch.stats() if row["reason"] == "cache_materialized")
+    return sum(row["calls"] for row in sage_patch.rows() if row["reason"] == "cache_materialized")
 
 
 def measure(model: nn.Module, windows: Tensor, sizes: Sizes, ways: tuple[Way, ...] = WAYS) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def language_model(name: str, device: str) -> dict[str, Any]:
     """Load one of MODELS and measure it in all ways."""
     from sage_patch.config import load_run_config
     from sage_patch.evaluation.models import ModelError, load_text_model, quiet_loading
-    from sage_patch.evaluation.text import text_windows
+    from sage_patch.evaluation.text_model import text_windows
 
     quiet_loading()
     sizes = SIZES[device][name]

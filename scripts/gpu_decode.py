@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_patch.args import PageArgs
-from sage_patch.evaluation.bench.measure import environment
+from sage_patch.evaluation.bench.measure import gpu_environment
 from sage_patch.pages import Pages
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -171,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     record: dict[str, Any] = {
         "command": f"python scripts/gpu_decode.py --lengths {options.lengths} --batches {options.batches}",
-        "environment": environment(),
+        "environment": gpu_environment(),
         "rows": [],
     }
     for length in map(int, options.lengths.split(",")):

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 
-from sage_patch.evaluation.bench.measure import environment  # noqa: E402
+from sage_patch.evaluation.bench.measure import gpu_environment  # noqa: E402
 from zoo import golden_pages as golden  # noqa: E402
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    arrays = {"meta": np.array(json.dumps(environment()))}
+    arrays = {"meta": np.array(json.dumps(gpu_environment()))}
     for name, case in golden.CASES.items():
         records, out, lse = golden.run(case, "cuda")
         arrays[f"{name}.records"] = records[0, 0].numpy()

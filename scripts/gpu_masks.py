@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests")]
 
-from sage_patch.evaluation.bench.measure import environment, median_ms  # noqa: E402
+from sage_patch.evaluation.bench.measure import gpu_environment, median_ms  # noqa: E402
 from zoo.kernel_calls import Extras, forward, make_call  # noqa: E402
 
 HEADS, DIM, ROWS = 32, 128, 16
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     record: dict[str, Any] = {
-        "environment": environment(),
+        "environment": gpu_environment(),
         "command": f"python scripts/gpu_masks.py --length {options.length}",
     }
     record["rows"] = []

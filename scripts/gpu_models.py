@@ -47,7 +47,7 @@ def language_models() -> list[dict[str, Any]]:
     from sage_patch.config import load_run_config
     from sage_patch.evaluation.metrics import ExactWindow, TextComparison
     from sage_patch.evaluation.models import ModelError, load_text_model
-    from sage_patch.evaluation.text import text_windows
+    from sage_patch.evaluation.text_model import text_windows
 
     rows = []
     for name, config_file in (("lm-tiny-d128", "tiny.yaml"), ("SmolLM2-135M-Instruct", "quickstart.yaml")):
@@ -73,7 +73,7 @@ def language_models() -> list[dict[str, Any]]:
                 for recipe, comparison in trials.items():
                     with sage_patch.applied(half, Policy(recipe=recipe, min_q_len=1, min_kv_len=1)) as handle:
                         comparison.add(half(window[None]).logits[0].float(), kept)
-                        calls[recipe] = handle.stats()
+                        calls[recipe] = handle.rows()
             prompt = windows[:1, :200]
             greedy = dict(max_new_tokens=48, do_sample=False, pad_token_id=0)
             before = half.generate(prompt, **greedy)[0, 200:]
@@ -202,7 +202,7 @@ def shape(part: str, rounds: int) -> dict[str, Any]:
                         exact = out if exact is None else exact
                         row[name] = {
                             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-                            "relative_l1": relative_l1(out, exact),
+                            "rel_l1": relative_l1(out, exact),
                             "bit_equal": torch.equal(out, exact),
                             "ran": _ran(handle) if name in PATCHED else None,
                         }
@@ -220,7 +220,7 @@ def shape(part: str, rounds: int) -> dict[str, Any]:
 
 
 def _ran(handle: sage_patch.Handle) -> list[tuple[str, str, str]]:
-    return sorted({(r["recipe"], r["reason"], r["backend"]) for r in handle.stats()})
+    return sorted({(r["recipe"], r["reason"], r["backend"]) for r in handle.rows()})
 
 
 def _timed(run: Callable[[], Tensor]) -> tuple[float, float]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import sage_patch
-from sage_patch.evaluation.bench.measure import environment
+from sage_patch.evaluation.bench.measure import gpu_environment
 
 HEADS, DIM, ROWS = 24, 128, 16
 SHAPES = ((1, 2048), (1, 6480), (4, 4096))  # batch, tokens
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="qk_int8_pv_fp8")
     options = parser.parse_args()
-    record: dict[str, Any] = {"environment": environment(), "command": "python scripts/gpu_packed.py", "rows": []}
+    record: dict[str, Any] = {"environment": gpu_environment(), "command": "python scripts/gpu_packed.py", "rows": []}
     for batch, tokens in SHAPES:
         for is_causal in (False, True):
             dense: dict[str, Any] = {}

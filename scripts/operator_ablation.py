@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from sage_patch.config import load_run_config
-from sage_patch.evaluation.ablate_run import ablate_model, write_ablation
+from sage_patch.evaluation.ablation import ablate_model, write_ablation
 from sage_patch.evaluation.models import ModelError, quiet_loading
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,11 +28,11 @@ def quickstart() -> str:
         "| recipe | mean KL, nats | top-1 agreement | perplexity change | NLL change, 2 s.e. |",
         "|---|---|---|---|---|",
     ]
-    for row in run["quality"]:
-        recipe = row["recipe"] if row["name"] == "policy" else row["name"]
+    for row in run["rows"]:
+        found = row["metrics"]
         lines.append(
-            f"| `{recipe}` | {row['kl']:.4f} | {100 * row['top1']:.2f} % | {100 * row['ppl_change']:+.2f} % "
-            f"| {row['delta_nll']:+.4f} ± {row['delta_nll_2se']:.4f} |"
+            f"| `{row['recipe']}` | {found['kl']:.4f} | {100 * found['top1']:.2f} % "
+            f"| {100 * found['ppl_change']:+.2f} % | {found['delta_nll']:+.4f} ± {found['delta_nll_2se']:.4f} |"
         )
     packages = run["environment"]["packages"]
     task = run["config"]["task"]
@@ -60,11 +60,11 @@ def pictures() -> str:
         frames = run["pictures"][0]["frames"]
         many = f"{len(run['pictures'])} {'clips' if kind == 'video' else 'pictures'}"
         size = f"{many}{f' of {frames} frames' if frames > 1 else ''}, steps: {run['config']['task']['steps']}"
-        for i, row in enumerate(run["quality"]):
-            recipe = row["recipe"] if row["name"] == "policy" else row["name"]
+        for i, row in enumerate(run["rows"]):
+            found = row["metrics"]
             lines.append(
-                f"| {f'{PIPELINES[kind]}; {size}' if i == 0 else ''} | `{recipe}` | {row['psnr']:.1f} "
-                f"| {row['psnr_worst']:.1f} | {row['ssim']:.4f} | {row['ssim_worst']:.4f} |"
+                f"| {f'{PIPELINES[kind]}; {size}' if i == 0 else ''} | `{row['recipe']}` | {found['psnr']:.1f} "
+                f"| {found['worst_psnr']:.1f} | {found['ssim']:.4f} | {found['worst_ssim']:.4f} |"
             )
     packages = runs["image"]["environment"]["packages"]
     commands = ", ".join(f"`{run['command']}`" for run in runs.values())
@@ -122,7 +122,7 @@ def models() -> str:
         row = record[part]
         times = " | ".join(f"{row[w]['ms']:.1f}" for w in ways)
         ours = row["qk_int8_pv_fp8"]
-        lines.append(f"| {row['model']} | {times} | {ours['speedup_over_default']:.2f} x | {ours['relative_l1']:.4f} |")
+        lines.append(f"| {row['model']} | {times} | {ours['speedup_over_default']:.2f} x | {ours['rel_l1']:.4f} |")
     packages = record["environment"]["packages"]
     lines += [
         "",

@@ -30,7 +30,7 @@ ENDS = policy(({"first": 1}, "exact"), ({"last": 1}, "qk_int8_pv_fp16"))  # thre
 def counts(handle: Handle, prefix: str = "") -> dict[str, int]:
     """Calls by recipe at each of the sites under the prefix: all of them ran the same, and exact only by policy."""
     by_site: dict[str, dict[str, int]] = {s.name: {} for s in handle.plan.sites if s.name.startswith(prefix)}
-    for row in handle.stats():
+    for row in handle.rows():
         if row["site"].startswith(prefix):
             assert row["reason"] == ("policy" if row["recipe"] == "exact" else ""), row
             by_site[row["site"]][row["recipe"]] = row["calls"]

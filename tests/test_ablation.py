@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 
 from sage_patch.cli import app
 from sage_patch.config import load_run_config
-from sage_patch.evaluation.ablation import RUNGS, TABLES, AblationError, Capture, ablate, capture, measure, tables
+from sage_patch.evaluation.ablation import RUNGS, TABLES, AblationError, ablate, score_calls, tables
+from sage_patch.evaluation.calls import Capture
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.kernels import ops
+from tiny import captured
 from tiny_pipelines import save_text_to_video
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,15 +26,15 @@ def measured() -> dict[str, dict[str, dict[str, float]]]:
     model, tokenizer = load_text_model(load_run_config(ROOT / "configs/tiny.yaml").model)
     text = (ROOT / "tests/assets/heldout.txt").read_text()[:6000]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :640]
-    calls = capture(model, lambda m: m(ids, use_cache=False), "lm-tiny-d128")
-    assert len(calls) == 8 and calls[0].call.site == "model.layers.0.self_attn"
-    return {title: {r["recipe"]: r for r in rows} for title, rows in tables(measure(calls[::2])).items()}
+    calls = captured(model, lambda: model(ids, use_cache=False))
+    assert len(calls) == 8 and calls[0].site == "model.layers.0.self_attn"
+    return {title: {r["recipe"]: r for r in rows} for title, rows in tables(score_calls(calls[::2])).items()}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_smoothing_order(measured, bits):
     rows = measured[f"smoothing, INT{bits}"]
-    error = {s: rows[f"qk_int{bits}_pv_fp8:smooth={s}"]["relative_l1"] for s in ("none", "k", "q", "qk")}
+    error = {s: rows[f"qk_int{bits}_pv_fp8:smooth={s}"]["rel_l1"] for s in ("none", "k", "q", "qk")}
     assert error["qk"] < min(error["k"], error["q"]) <= max(error["k"], error["q"]) < error["none"]
 
 
@@ -40,21 +42,20 @@ def test_smoothing_order(measured, bits):
 def test_granularity_order(measured, bits):
     rows = measured[f"granularity, INT{bits}"]
     errors = [
-        rows[f"qk_int{bits}_pv_fp8:granularity={g}"]["relative_l1"]
-        for g in ("tensor", "block", "warp", "thread", "token")
+        rows[f"qk_int{bits}_pv_fp8:granularity={g}"]["rel_l1"] for g in ("tensor", "block", "warp", "thread", "token")
     ]
     assert errors == sorted(errors, reverse=True)
 
 
 def test_fp16_values_are_the_remedy_rung(measured):
     rows = measured["P and V, INT8 Q and K"]
-    assert rows["qk_int8_pv_fp16"]["relative_l1"] < 0.5 * rows["qk_int8_pv_fp8"]["relative_l1"]
+    assert rows["qk_int8_pv_fp16"]["rel_l1"] < 0.5 * rows["qk_int8_pv_fp8"]["rel_l1"]
 
 
 def test_capture_reverts_and_bounds_its_memory():
     model, _ = load_text_model(load_run_config(ROOT / "configs/tiny.yaml").model)
     ids = torch.arange(200)[None] + 5
-    assert len(capture(model, lambda m: m(ids), "x", limit_bytes=1)) == 0
+    assert len(captured(model, lambda: model(ids), limit_bytes=1)) == 0
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -69,7 +70,7 @@ def test_a_site_keeps_few_calls_evenly_spread(made, kept):
     for number in range(made):
         found.observe(a_call("a", number))
         found.observe(a_call("b", number))
-    assert [int(c.call.key[0, 0, 0, 0]) for c in found.calls] == kept * 2
+    assert [int(c.key[0, 0, 0, 0]) for c in found.calls] == kept * 2
     assert found.seen == 2 * made and found.used == len(found.calls) * 3 * 128 * 4 * 4
 
 

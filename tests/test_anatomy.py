@@ -8,25 +8,25 @@ import pytest
 import torch
 
 from sage_patch.config import load_run_config
-from sage_patch.evaluation.ablation import Captured, capture
 from sage_patch.evaluation.anatomy import AnatomyError, anatomy
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.kernels import ops
 from sage_patch.kernels.plain import visibility_of
 from sage_patch.reference.exact import exact_weights
+from tiny import captured
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def calls() -> list[Captured]:
+def calls() -> list[ops.ObservedCall]:
     model, tokenizer = load_text_model(load_run_config(ROOT / "configs/tiny.yaml").model)
     text = (ROOT / "tests/assets/heldout.txt").read_text()[:6000]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :480]
-    return capture(model, lambda m: m(ids, use_cache=False), "lm-tiny-d128")[:3]
+    return captured(model, lambda: model(ids, use_cache=False))[:3]
 
 
-def a_call(groups: int = 2, kv_len: int = 192) -> Captured:
+def a_call(groups: int = 2, kv_len: int = 192) -> ops.ObservedCall:
     """A call with grouped heads and an outlier channel in K, of another length than its queries."""
     torch.manual_seed(0)
     query, key, value = (
@@ -35,7 +35,7 @@ def a_call(groups: int = 2, kv_len: int = 192) -> Captured:
         torch.randn(1, 2, kv_len, 32),
     )
     key[..., 3] += 15
-    return Captured("x", ops.ObservedCall("a.site", query, key, value, None, 32**-0.5, -1, -1, False))
+    return ops.ObservedCall("a.site", query, key, value, None, 32**-0.5, -1, -1, False)
 
 
 def table(lines: list[str]) -> torch.Tensor:
@@ -44,7 +44,7 @@ def table(lines: list[str]) -> torch.Tensor:
 
 def test_the_exact_map_is_the_attention_weights_added_up_in_bins(calls):
     found = anatomy(calls, "model.layers.1.self_attn", 1)
-    call = calls[1].call
+    call = calls[1]
     weights = exact_weights(call.query, call.key, visibility_of(480, 480, None, -1, 0, False), scale=call.scale)
     expected = weights[0, 1].reshape(96, 5, 96, 5).sum(-1).mean(1)  # 480 tokens in 96 bins of 5
     got = table(found["maps"]["exact"])
@@ -58,19 +58,19 @@ def test_smoothing_repairs_int4_and_int8_is_closer_still(calls):
     errors = anatomy(calls)["errors"]
     exact, naive, repaired, int8 = (e["misplaced"] for e in errors)
     assert exact == 0 and naive > 1.3 * repaired and repaired > 3 * int8
-    assert [e["relative_l1"] for e in errors[1:]] == sorted((e["relative_l1"] for e in errors), reverse=True)[:3]
+    assert [e["rel_l1"] for e in errors[1:]] == sorted((e["rel_l1"] for e in errors), reverse=True)[:3]
 
 
 def test_the_chosen_head_is_the_one_that_is_damaged_most(calls):
     found = anatomy(calls)
-    others = [anatomy(calls, c.call.site, h)["errors"][1]["relative_l1"] for c in calls for h in range(2)]
-    assert found["errors"][1]["relative_l1"] == max(others)
+    others = [anatomy(calls, c.site, h)["errors"][1]["rel_l1"] for c in calls for h in range(2)]
+    assert found["errors"][1]["rel_l1"] == max(others)
 
 
 def test_keys_channels_are_measured_at_the_head_that_serves_the_query_head():
     captured = a_call()
     found = anatomy([captured], head=3)
-    key = captured.call.key[0, 1]  # query heads 2 and 3 read it
+    key = captured.key[0, 1]  # query heads 2 and 3 read it
     assert found["key"]["largest"] == pytest.approx(key.abs().amax(0).tolist(), rel=1e-3)
     assert found["key"]["largest_smoothed"] == pytest.approx((key - key.mean(0)).abs().amax(0).tolist(), rel=1e-3)
     assert found["key"]["int4_step"] > 3 * found["key"]["int4_step_smoothed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 
@@ -17,7 +18,7 @@ from sage_patch.backends import BACKENDS, Backend, why_not
 from sage_patch.dispatch import choose
 from sage_patch.evaluation.calibration.choose import cost_model
 from sage_patch.evaluation.environment import self_test
-from sage_patch.kernels import ops, plain
+from sage_patch.kernels import build, ops, plain
 from sage_patch.pages import Pages
 from sage_patch.recipes import LADDER, NO_LIMITS, RECIPES, Call, Recipe, UnsupportedCall
 from tiny import logits, text_model, tokens
@@ -66,7 +67,7 @@ def test_a_second_family_runs_through_apply_stats_plan_and_env(monkeypatch: pyte
     twin = Twin(monkeypatch)
     with sage_patch.applied(model, policy) as handle:
         assert torch.equal(logits(model, ids), expected)
-        stats, plan = handle.stats(), handle.plan
+        stats, plan = handle.rows(), handle.plan
     assert {(r["recipe"], r["backend"]) for r in stats} == {("qk_int8_pv_fp8", "twin")}
     assert [recipe for _, recipe in twin.calls] == [RECIPES["qk_int8_pv_fp8"]] * sum(r["calls"] for r in stats)
     assert twin.prepared and plan is not None
@@ -100,6 +101,14 @@ def test_it_is_chosen_by_the_cards_capability(monkeypatch: pytest.MonkeyPatch) -
     assert why_not(RECIPES["qk_int8_pv_fp8"], CALL._replace(backend="none", device="cuda")) == "no_kernel_for_cuda"
 
 
+def test_rows_in_c_and_in_python_agree() -> None:
+    """Capability and architecture of every row of backends.cu, and what its units are compiled for."""
+    text = re.sub(r"#ifdef.*?#endif", "", (build.source_dir() / "backends.cu").read_text(), flags=re.DOTALL)
+    rows = {(int(c), a) for c, a in re.findall(r"\{(\d+), (\d+), &\w+\}", text)}
+    assert rows == {(10 * major + minor, a) for b in BACKENDS.values() for (major, minor), a in b.architectures.items()}
+    assert set(build.architectures()) == {a for _, a in rows}
+
+
 def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 where the tensor cores have it; no pages yet, so caches are attended exactly."""
     cards = {(8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (12, 0): "120", (12, 1): "120"}
@@ -119,6 +128,17 @@ def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_nothing_computes_is_refused(bits: int, pv: str) -> None:
     with pytest.raises(ValueError, match=f"'new': nothing computes {bits}-bit Q and K with P and V in '{pv}'"):
         Recipe("new", bits, pv)  # type: ignore[arg-type]
+
+
+def test_a_recipe_of_the_reference_alone_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six bits where a width is added: between INT4 and INT8 in precision, and never run by the Hopper kernel."""
+    monkeypatch.setattr("sage_patch.recipes.QK_BITS", (4, 6, 8))
+    six = Recipe("qk_int6_pv_fp16", 6, "fp16", smooth="qk", self_test_bound=0.07)
+    monkeypatch.setitem(RECIPES, six.name, six)
+    errors = {r["recipe"]: r for r in self_test() if r["device"] == "cpu"}
+    assert errors[six.name]["result"] == "ok"
+    assert errors["qk_int8_pv_fp16"]["error"] < errors[six.name]["error"] < errors["qk_int4_pv_fp16"]["error"] / 2
+    assert why_not(six, CALL._replace(backend="sm90", device="cuda"), NO_LIMITS) == "variant"
 
 
 def test_a_recipe_without_a_bound_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:

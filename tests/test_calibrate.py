@@ -10,23 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from sage_patch import cli
 from sage_patch.config import load_policy
-from sage_patch.evaluation import judge
-from sage_patch.evaluation.ablation import attend
+from sage_patch.evaluation import checkpoint, evaluate, judge
 from sage_patch.evaluation.calibration import search as calibrate
 from sage_patch.evaluation.calibration import state as calibrate_state
 from sage_patch.evaluation.calibration.choose import COST_MODELS, as_policy, cost, error, everywhere, upgrade_path
-from sage_patch.evaluation.calibration.score import ROWS, Group, buckets_of, part_of, score_sites
+from sage_patch.evaluation.calibration.score import Group, bucket_of, buckets_of, score_sites
 from sage_patch.evaluation.calibration.targets import TargetError, exact_misses, parse_targets
-from sage_patch.evaluation.judge import LADDER
+from sage_patch.evaluation.calls import ROWS, compute, part_of
+from sage_patch.evaluation.judge import LADDER, Measured
+from sage_patch.evaluation.steps import following
 from sage_patch.kernels import ops
 from sage_patch.kernels.ops import ObservedCall
-from sage_patch.policy import AttentionSite, Policy, resolve
+from sage_patch.policy import AttentionSite, Policy, Rule, Span, resolve
 from sage_patch.recipes import Limits
 from tiny_pipelines import save_text_to_video
 
@@ -115,8 +117,8 @@ def test_a_part_of_a_call_is_computed_as_in_the_whole(right: int, recipe: str) -
         if right == 0
         else torch.cat([torch.arange(ROWS), 2 * ROWS + torch.arange(ROWS)])
     )
-    whole = attend(call, recipe)[:1, :2, rows]
-    assert torch.allclose(attend(part, recipe), whole, atol=1e-5)
+    whole = compute(call, recipe)[:1, :2, rows]
+    assert torch.allclose(compute(part, recipe), whole, atol=1e-5)
 
 
 def test_the_part_of_a_call_keeps_its_bound() -> None:
@@ -128,15 +130,25 @@ def test_the_part_of_a_call_keeps_its_bound() -> None:
     assert part.query.shape == (1, *call.query.shape[1:])
 
 
+class TenSteps:
+    """As much of a scheduler as a request needs."""
+
+    order = 1
+
+    def set_timesteps(self, count: int) -> None:
+        self.timesteps = list(range(count))
+
+    def step(self) -> None:
+        return None
+
+
 class ExpertPair:
     """Two experts of a pipeline with a scheduler: `early` runs in steps 0 to 3 of 10, `late` in the others."""
 
     has_steps = True
 
     def __init__(self) -> None:
-        self.model = SimpleNamespace(
-            scheduler=SimpleNamespace(set_timesteps=lambda n: None, step=lambda: None, order=1)
-        )
+        self.model = SimpleNamespace(scheduler=TenSteps())
 
     def plan(self, policy: Policy) -> Any:
         return SimpleNamespace(sites=[AttentionSite("early"), AttentionSite("late")])
@@ -159,6 +171,39 @@ def test_sites_are_scored_in_every_bucket_that_calls_them() -> None:
     assert found["early", "first"] == (4, True, 0.2) and found["early", "middle"] == (4, True, 0.2)
     assert found["late", "middle"] == (8, True, 0.4) and found["late", "last"] == (4, True, 0.2)
     assert found["early", "last"] == (0, False, 0.0)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_buckets_are_told_by_the_clock_of_the_patch(first: int) -> None:
+    """A request that begins in the middle of its schedule is shorter, and its first steps are `first`, as rules by step
+    have it."""
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    seen = []
+    with following(SimpleNamespace(scheduler=scheduler)) as running:
+        for _ in range(2):
+            scheduler.set_timesteps(10)
+            scheduler.set_begin_index(first)
+            for t in scheduler.timesteps[first:]:
+                seen.append((running.request, running.step, bucket_of(running, buckets_of(10)).name))
+                scheduler.step(torch.zeros(1), t, torch.zeros(1))
+    length = 10 - first
+    names = [b.name for b in buckets_of(length) for _ in b.steps]
+    assert seen == [(request, step, names[step]) for request in (1, 2) for step in range(length)]
+    assert type(scheduler) is FlowMatchEulerDiscreteScheduler
+
+
+def test_the_errors_of_sites_are_of_the_steps_that_run() -> None:
+    """The late expert's first, fourth and last call are steps 4, 7 and 9, of which the rule keeps the first exact."""
+    pair: Any = ExpertPair()
+    policy = Policy(recipe="qk_int8_pv_fp8", rules=(Rule(steps=Span.parse({"first": 0.5}), recipe="exact"),))
+    pair.plan = lambda policy: resolve(policy, [AttentionSite("early"), AttentionSite("late")], has_steps=True)
+    pair.progress = lambda label, done, total: None
+    calls = [{"site": site, "recipe": policy.recipe, "calls": n} for site, n in (("early", 4), ("late", 6))]
+    results: dict[str, Any] = {"rows": [{"name": "policy", "calls": calls, "each": [{}]}]}
+    evaluate._measure_sites(pair, policy, results)
+    early, late = results["sites"]
+    assert [c["step"] for c in late["calls"]] == [7, 9] and early["calls"] == []
+    assert results["worst_site"] == "late"
 
 
 # The choice
@@ -320,7 +365,7 @@ def test_another_setting_or_a_broken_file_costs_nothing_that_was_measured(tmp_pa
     first.save()
     assert calibrate_state.open_state(tmp_path, {"task": 1}).baseline == {"seconds": 1.0}
     assert calibrate_state.open_state(tmp_path, {"task": 2}).baseline == {}
-    assert json.loads((tmp_path / calibrate_state.BEFORE).read_text())["baseline"] == {"seconds": 1.0}
+    assert json.loads((tmp_path / "calibrate_state.previous.json").read_text())["baseline"] == {"seconds": 1.0}
     (tmp_path / calibrate_state.NAME).write_text('{"key": {"task"')
     assert calibrate_state.open_state(tmp_path, {"task": 2}).runs == {}
 
@@ -330,14 +375,14 @@ def test_a_full_disk_keeps_the_old_policy_and_what_was_measured(
 ) -> None:
     policy = tmp_path / "policy.yaml"
     policy.write_text("version: 1\n")
-    write = calibrate_state.write_whole
+    write = checkpoint.write_whole
 
     def full(path: Path, text: str) -> None:
         if path == policy:
             raise OSError(28, "No space left on device")
         write(path, text)
 
-    monkeypatch.setattr(calibrate_state, "write_whole", full)
+    monkeypatch.setattr(checkpoint, "write_whole", full)
     result = invoke(TINY, *SMALL, *TARGET, "--output", str(calibrated[1]), "--out", str(policy))
     assert result.exit_code == 2 and policy.read_text() == "version: 1\n"
     assert f"{policy} could not be written (No space left on device)" in result.stderr
@@ -375,9 +420,13 @@ def test_what_cannot_be_calibrated_is_one_message(more: list[str], message: str,
     assert not (tmp_path / "policy.yaml").exists()
 
 
+def measured(metrics: dict[str, float], took: float = 1.0) -> Measured:
+    return Measured("x", "exact", metrics, {}, 1.0, 1.0, None, None, None, {}, {}, 1.0, [], took=took)
+
+
 def test_the_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No run is begun that is not expected to end in time; what was confirmed until then is what is written."""
-    run = calibrate.Run("x", {"kl": 9.0}, {}, 1.0, 1.0, None, {}, 1e9, [])
+    run = measured({"kl": 9.0}, took=1e9)
     monkeypatch.setattr(calibrate._Calibration, "_measure", lambda self, name, choice: run)
     result = invoke(TINY, *SMALL, *TARGET, "--output", str(tmp_path))
     assert result.exit_code == 2 and "(the budget of time is used up)" in result.stderr
@@ -422,8 +471,7 @@ def test_a_site_on_which_the_target_hinged_is_weighed_by_its_runs() -> None:
             self.groups = groups
 
     def trial(choice: dict[tuple[str, str], str], ratio: float) -> Any:
-        run = calibrate.Run("x", {}, {}, 1.0, 1.0, None, {}, 1.0, [])
-        return calibrate._Trial(run, choice, 1.0, 0, ratio <= 1, ratio)
+        return calibrate._Trial(measured({}), choice, 1.0, 0, ratio <= 1, ratio)
 
     below = above | {("b", "all"): LADDER[0]}
     assert not Part()._reweigh(trial(below, 1.2), trial(above, 1.0))  # as the local errors say: 0.05 over 0.04

@@ -15,8 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from sage_patch import cli
-from sage_patch.config import load_policy, load_run_config
-from sage_patch.evaluation import tables, text
+from sage_patch.config import ConfigError, load_policy, load_run_config
+from sage_patch.evaluation import metrics, run, tables
+from sage_patch.evaluation.evaluate import check_targets
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -52,24 +53,24 @@ def test_run_writes_results_that_hold_everything(small_run: tuple[Result, Path])
     result, folder = small_run
     assert result.exit_code == 0, result.output
     found = json.loads((folder / "results.json").read_text())
-    assert [q["name"] for q in found["quality"]] == [
+    assert [row["name"] for row in found["rows"]] == [
         "policy", "qk_int8_pv_fp16", "qk_int4_pv_fp8", "qk_int4_pv_fp8:smooth=none"
     ]  # fmt: skip
-    policy, fp16, int4, int4_raw = found["quality"]
+    policy, fp16, int4, int4_raw = (row["metrics"] for row in found["rows"])
     assert 0 < fp16["kl"] < policy["kl"] < int4["kl"] < int4_raw["kl"]
     assert policy["ppl_exact"] == int4["ppl_exact"]  # one unpatched model
-    assert {"date", "command", "environment", "config", "model", "plan", "generation", "targets"} <= set(found)
+    assert {"date", "command", "environment", "config", "model", "plan", "unpatched", "targets"} <= set(found)
     assert found["passed"] and len(found["targets"]) == 3
-    assert len(found["plan"]) == len(policy["sites"]) == 8
+    assert len(found["plan"]) == len(found["rows"][0]["outputs"]) == 8
     assert sorted(p.name for p in folder.iterdir()) == ["results.json", "results.md"]
 
 
 def test_the_run_counts_every_call_of_the_policy(small_run: tuple[Result, Path]) -> None:
     found = json.loads((small_run[1] / "results.json").read_text())
-    calls = {(c["site"], c["recipe"], c["reason"]): c["calls"] for c in found["quality"][0]["calls"]}
+    calls = {(c["site"], c["recipe"], c["reason"]): c["calls"] for c in found["rows"][0]["calls"]}
     names = [r["name"] for r in found["plan"]]
     assert calls == {(n, "qk_int8_pv_fp8", ""): 2 for n in names[:6]} | {(n, "exact", "policy"): 2 for n in names[6:]}
-    generation = found["generation"]["calls"]
+    generation = found["rows"][0]["prompt_calls"]
     quantized = [c for c in generation if c["recipe"] != "exact"]
     assert {c["site"] for c in quantized} == set(names[:6])  # the long prompt
     assert {c["reason"] for c in generation if c["recipe"] == "exact"} >= {"decode", "policy"}
@@ -108,7 +109,7 @@ def test_plan_prints_the_resolved_table_without_weights() -> None:
     [
         (["run", "nowhere.yaml"], "error: cannot read nowhere.yaml: No such file or directory"),
         (["plan", TINY, "--set", "policy.recpe=exact"], 'policy.recpe: unknown key "recpe"; nearest: "recipe"'),
-        (["run", TINY, "--set", "model.meta=true"], "a run needs weights"),
+        (["run", TINY, "--set", "model.meta=true"], "measuring needs weights"),
         (["run", TINY, "--set", "task.window_tokens=4096"], "the model reads at most 2048 tokens"),
         (["run", TINY, "--set", "task.windows=9999"], "take fewer or shorter windows, or a longer text"),
         (["plan", TINY, "--meta", "--set", 'policy.rules=[{match: "*.attn", recipe: exact}]'],
@@ -131,7 +132,7 @@ def test_a_fault_of_our_own_is_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_p
     def broken(*_: Any) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(text, "run_text", broken)
+    monkeypatch.setattr(run, "run", broken)
     result = invoke("run", TINY, "--output", str(tmp_path))
     assert isinstance(result.exception, ValueError)
 
@@ -140,7 +141,7 @@ def test_ctrl_c_leaves_no_file_and_the_model_unpatched(monkeypatch: pytest.Monke
     def interrupt(self: Any, *_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text.metrics.TextComparison, "add", interrupt)
+    monkeypatch.setattr(metrics.TextComparison, "add", interrupt)
     result = invoke("run", TINY, *SMALL, "--output", str(tmp_path))
     assert result.exit_code == 130
     assert "interrupted; nothing was written" in result.stderr
@@ -187,11 +188,17 @@ def test_not_a_number_is_null_in_json_and_meets_no_target() -> None:
         "a": [None, None, 1.5, 2, None, True]
     }
     config = load_run_config(TINY, ["targets.policy.max_kl=1"])
-    quality = [{"name": "policy", "kl": float("nan"), "top1": 1.0, "ppl_change": 0.0}]
-    assert [t["met"] for t in text.check_targets(config, quality)] == [False]
+    rows = [{"name": "policy", "metrics": {"kl": float("nan"), "top1": 1.0, "ppl_change": 0.0}, "unavailable": {}}]
+    assert [t["met"] for t in check_targets(config, rows)["targets"]] == [False]
 
 
 def test_a_policy_file_can_be_used_by_program_and_by_run(tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("version: 1\nrecipe: qk_int8_pv_fp16\nquantize_fp32: true\n")
     config = load_run_config(TINY, [f"policy={tmp_path / 'p.yaml'}"])
     assert config.policy.build() == load_policy(tmp_path / "p.yaml")
+
+
+def test_an_output_that_is_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("x")
+    with pytest.raises(ConfigError, match="the output must be a folder, and .*taken is a file"):
+        cli._folder(tmp_path / "taken")

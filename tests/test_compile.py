@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
 from torch import Tensor
 
+import sage_patch
 from oracle import HALF, QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, qkv, visible
 from sage_patch.attention import sage_attention
-from sage_patch.kernels import ops
+from sage_patch.kernels import crossover, ops
+from sage_patch.policy import Policy
+from tiny import text_model, tokens
 
 RECIPE = "qk_int8_pv_fp8"
 ALL = ["exact", *QUANTIZED]
@@ -205,3 +211,99 @@ def test_output_is_a_new_tensor() -> None:
         out = sage_attention(q, k, v, recipe=recipe)
         assert torch.equal(out, v)
         assert out.untyped_storage().data_ptr() not in [x.untyped_storage().data_ptr() for x in (q, k, v)]
+
+
+# --- lengths that change ----------------------------------------------------------------------------------------
+
+CARD = tuple((dim, ((RECIPE, 4096),), ((RECIPE, length),)) for dim, length in ((64, 1024), (128, crossover.NEVER)))
+
+
+@pytest.fixture
+def like_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe calls as on a card with a table of break-even lengths that none of them reaches."""
+    monkeypatch.setattr(ops, "backend_for", lambda device: "sm90")
+    monkeypatch.setattr(crossover, "_cached_table", lambda index: CARD)
+
+
+def graphs_of(call: Callable[[int], object], run: Callable) -> int:
+    """How many graphs `run` makes over changing lengths; its results are those of eager mode."""
+    torch.compiler.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=graphs)
+    for length in (140, 141, 200, 333):
+        given = call(length)
+        with torch.no_grad():
+            got, want = compiled(*given), run(*given)
+        assert torch.allclose(got, want, rtol=1e-3, atol=1e-3)
+    return graphs.frame_count
+
+
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_one_graph_where_the_card_has_a_table(head_dim: int, like_a_card: None) -> None:
+    """The table is asked with a head_dim that is a symbol: as many graphs as torch's own attention."""
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sage_attention(q, k, v, is_causal=True)
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def tensors(length: int) -> tuple[Tensor, ...]:
+        return qkv(2, 2, length, dim=head_dim)
+
+    assert graphs_of(tensors, ours) == graphs_of(tensors, theirs) == 1
+
+
+def test_a_model_makes_as_many_graphs_as_unpatched(like_a_card: None) -> None:
+    model = text_model()
+
+    def run(ids: Tensor) -> Tensor:
+        return model(input_ids=ids, use_cache=False).logits
+
+    def ids(length: int) -> tuple[Tensor]:
+        return (tokens(2, length),)
+
+    unpatched = graphs_of(ids, run)
+    with sage_patch.applied(model, Policy(quantize_fp32=True)):
+        assert graphs_of(ids, run) == unpatched
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["sage2", "exact", RECIPE])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_graph_on_a_card(recipe: str, head_dim: int) -> None:
+    """By inductor, over changing lengths: one graph, eager's bits."""
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(sage_attention, fullgraph=True, dynamic=True)
+    for length in (300, 301, 777, 1200):
+        q, k, v = (x.cuda() for x in qkv(2, 4, length, dim=head_dim, dtype=torch.bfloat16))
+        with torch.no_grad():
+            got = compiled(q, k, v, is_causal=True, recipe=recipe)
+            assert torch.equal(got, sage_attention(q, k, v, is_causal=True, recipe=recipe))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_card_makes_as_many_graphs_as_unpatched() -> None:
+    model = text_model().cuda().bfloat16()
+    made = []
+    for policy in (None, Policy(), Policy(recipe=RECIPE, min_q_len=1, min_kv_len=1)):
+        handle = sage_patch.apply(model, policy) if policy is not None else None
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(lambda ids: model(input_ids=ids, use_cache=False).logits, fullgraph=True, dynamic=True)
+        for length in (140, 141, 300, 450):
+            with torch.no_grad():
+                assert torch.isfinite(compiled(tokens(2, length).cuda())).all()
+        made.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if handle is not None:
+            handle.revert()
+    assert made[1] == made[2] == made[0]
+
+
+def test_a_module_in_training_mode_compiles_exact() -> None:
+    """What is being compiled cannot tell inference from a checkpointed pass, so that the flag decides."""
+    model = text_model().train()
+    with sage_patch.applied(model, Policy(quantize_fp32=True)), torch.no_grad():
+        torch.compile(model, backend="aot_eager")(input_ids=tokens(1, 150), use_cache=False)
+        assert {key.reason for key in ops.counts()} == {"training"}

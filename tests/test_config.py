@@ -133,16 +133,127 @@ def test_numbers_are_read_as_people_write_them() -> None:
          "recipe: recipe 'qk_int4_pv_fp8:smoth=none': unknown variant 'smoth'"
          '; nearest: "smooth", "smooth_v" (line 2)'),
         ("- 1\n", "must be a mapping of keys to values; got [1] (line 1)"),
-        ("", "must be a mapping of keys to values; got nothing"),
+        ("", "is empty; it must be a mapping of keys to values, version: 1 at least"),
+        ("# a remark\n", "is empty; it must be a mapping of keys to values, version: 1 at least"),
+        ("rules:\n  - match: '*'\nversion: 1\n",
+         "rules.0: changes nothing: give it a recipe, on_unsupported or a reason (line 2)"),
         ("version: [1\nrecipe: x\n",
          "not YAML: while parsing a flow sequence, expected ',' or ']', but got ':' (line 2)"),
-        ("version: &a [*a]\n", "not YAML: a value refers to itself"),
+        ("version: &a [*a]\n", "not read: a value refers to itself (line 1)"),
         ("version: 1\nrecipe: !!python/name:os.system {}\n",
-         "not YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:python/name:os.system' (line 2)"),
+         "not read: the tag !!python/name:os.system is not read; write the value alone (line 2)"),
+        ("version: 1\nmin_q_len: !!int abc\n", "not read: the tag !!int is not read; write the value alone (line 2)"),
+        ("version: 1\nrecipe: ! exact\n", "not read: the tag ! is not read; write the value alone (line 2)"),
+        ("version: 1\nrecipe: ex\x07act\n", "not YAML: the character '\\x07' (line 2)"),
+        ('version: 1\nrecipe: "\\U99999999"\n', "not YAML: an escape names no character (line 2)"),
+        ('version: 1\nrecipe: "\\ud800"\n', "not read: text with half of a character (a lone surrogate) (line 2)"),
+        ("version: 1\nmin_q_len: " + "9" * 5000, "not read: a number of 5000 digits (line 2)"),
+        ("version: 1\n? [a]\n: 1\n", "not read: a key must be text (line 2)"),
+        ("{1: 2, version: 1}", "1: a key must be text; got 1 (line 1)"),
+        ("version: 1\nrecipe: {a: 1}\n", "recipe: must be text; got {'a': 1} (line 2)"),
+        ("version: 1\nrules:\n - match: '{0} {x} %s'\n   recipe: '{0}'\n",
+         "rules.0.recipe: unknown recipe '{0}'; known: sage2, exact, qk_int8_pv_fp16, qk_int8_pv_fp8, "
+         "qk_int4_pv_fp16, qk_int4_pv_fp8 (line 4)"),
     ],
 )  # fmt: skip
 def test_wording(tmp_path: Path, text: str, message: str) -> None:
     assert policy_errors(tmp_path, text).removeprefix("p.yaml: ") == message
+
+
+def test_nesting_and_aliases_have_limits(tmp_path: Path) -> None:
+    deep = "not read: lists and mappings are nested more than 50 deep (line 2)"
+    assert deep in policy_errors(tmp_path, "version: 1\nrules: " + "[" * 900 + "]" * 900)
+    assert deep in policy_errors(tmp_path, "version: 1\nrules: " + "{a: " * 900 + "}" * 900)
+    many = "not read: more than 20000 keys and values, aliases expanded (line 6)"
+    sequences = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+    assert many in policy_errors(tmp_path, "version: 1\na0: &a0 [x, x, x, x, x, x, x, x]\n" + sequences)
+    merges = "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
+    assert many in policy_errors(tmp_path, "version: 1\na0: &a0 {x: 1, y: 2, z: 3}\n" + merges)
+    chain = "version: 1\na0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 99))
+    assert "not read: aliases nest lists and mappings more than 50 deep (line 51)" in policy_errors(tmp_path, chain)
+    assert "not read: the text has more than 200000 characters" in policy_errors(tmp_path, "#" * 200_001)
+    text = "version: 1\nrules:\n - &a {match: '*', recipe: exact}\n - {<<: *a, layers: 0}\n - *a\n"
+    assert len(load_policy(read_yaml(text).value).rules) == 3
+
+
+def test_messages_are_short_whatever_the_file_holds(tmp_path: Path) -> None:
+    for text in (f"? {'k' * 30_000}\n: 1\n", f"recipe: {'k' * 30_000}\n", f"rules: {['k' * 9000]}\n"):
+        assert len(policy_errors(tmp_path, "version: 1\n" + text)) < 1000
+    message = policy_errors(tmp_path, "version: 1\nrules: [" + "{recipe: x}, " * 500 + "]\n")
+    assert message.startswith("p.yaml: 500 errors\n") and message.endswith("\n  and 460 more")
+    assert 'unknown key "a\\x07b"' in policy_errors(tmp_path, 'version: 1\n"a\\x07b": 1\n')
+
+
+@pytest.mark.parametrize("source", [None, 123, [], b"x.yaml", 1.5, Policy()])
+def test_what_is_no_file_and_no_mapping_is_refused(source: object) -> None:
+    kind = type(source).__name__
+    with pytest.raises(ConfigError, match=f"load_policy takes the path of a YAML file or a mapping; got {kind}$"):
+        load_policy(source)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"load_run_config takes the path of a YAML file; got {kind}$"):
+        load_run_config(source)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["a\0b.yaml", "", ".", "missing.yaml", "~nobody-of-that-name/x.yaml", "x" * 9999])
+def test_paths_that_lead_nowhere_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read|is no file"):
+        load_policy(name)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_run_config(name)
+
+
+def test_the_wrong_kind_of_file_is_named(folder: Path) -> None:
+    (folder / "p.yaml").write_text("version: 1\nrecipe: exact\n")
+    with pytest.raises(ConfigError, match="p.yaml: this is a policy file, and a run file .* belongs here: .*p.yaml"):
+        load_run_config(folder / "p.yaml")
+    with pytest.raises(ConfigError, match="run.yaml: this is a run file, and a policy file belongs here"):
+        load_policy(folder / "run.yaml")
+    assert "policy: run.yaml: this is a run file" in errors(folder, RUN, "policy=" + str(folder / "run.yaml")).replace(
+        str(folder) + "/run.yaml: this", "run.yaml: this"
+    )
+    (folder / "results.json").write_text('{"schema": 1, "command": "x", "environment": {}}')
+    for load in (load_policy, load_run_config):
+        with pytest.raises(ConfigError, match="this is a results file"):
+            load(folder / "results.json")
+
+
+def test_a_policy_may_be_named_by_its_recipe_or_its_family(folder: Path) -> None:
+    text = RUN.replace(RUN[RUN.index("policy:") : RUN.index("task:")], "policy: NAME\n")
+    for name in ("sage2", "qk_int4_pv_fp8:smooth=none"):
+        (folder / "run.yaml").write_text(text.replace("NAME", name))
+        assert load_run_config(folder / "run.yaml").policy.build() == load_policy(name) == Policy(name)
+    (folder / "run.yaml").write_text(text.replace("NAME", "wan"))
+    wan = load_policy(ROOT / "configs" / "wan.yaml")
+    assert load_run_config(folder / "run.yaml").policy.build() == load_policy("wan") == wan
+    message = errors(folder, text.replace("NAME", "sage3"))
+    assert 'sage3 is no file, no recipe and no policy that comes with the package; nearest: "sage2"' in message
+    with pytest.raises(ConfigError, match="unknown variant 'smoth'"):
+        load_policy("qk_int4_pv_fp8:smoth=none")
+
+
+def test_an_empty_policy_file_is_refused_wherever_it_is_named(folder: Path) -> None:
+    (folder / "empty.yaml").write_text("# nothing\n")
+    text = RUN.replace(RUN[RUN.index("policy:") : RUN.index("task:")], "policy: empty.yaml\n")
+    assert errors(folder, text).endswith(
+        "bad.yaml: policy: is empty; it must be a mapping of keys to values, version: 1 at least (empty.yaml)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("blocks", "layers"), ("name", "match"), ("skip", "recipe: exact"), ("step", "steps")]
+)
+def test_keys_that_people_guess_name_ours(tmp_path: Path, written: str, meant: str) -> None:
+    message = policy_errors(tmp_path, f"version: 1\nrules:\n - {{{written}: 2, recipe: exact}}\n")
+    assert message == f'p.yaml: rules.0.{written}: unknown key "{written}"; nearest: "{meant}" (line 3)'
+    assert 'nearest: "recipe"' in policy_errors(tmp_path, "version: 1\ndefault: exact\n")
+
+
+def test_patterns_and_numbers_of_a_run_are_worded(folder: Path) -> None:
+    message = errors(folder, RUN.replace("path: lm", f"package: p, gguf: g, sha256: {'AB' * 32}"))
+    assert f"model.sha256: must match ^[0-9a-f]{{64}}$; got '{'AB' * 32}' (line 2)" in message
+    assert "targets.policy.max_kl: must be a finite number; got inf" in errors(folder, RUN.replace("3e-3", ".inf"))
+    assert "model.path: cannot be a path" in errors(folder, RUN.replace("path: lm", 'path: "~\\0"'))
+    with pytest.raises(ConfigError, match="overrides must be a list of texts"):
+        load_run_config(folder / "run.yaml", "seed=3")
 
 
 def test_unknown_task_kind_lists_the_known_ones_and_nothing_else(folder: Path) -> None:
@@ -213,7 +324,7 @@ RULES = st.builds(
     on_unsupported=st.sampled_from(["exact", "error", None]),
     reason=st.text("abc \n'\"#:-é~", max_size=20) | st.none(),
     score=st.dictionaries(st.sampled_from(["cosine", "rel_l1"]), st.floats(0, 1)) | st.none(),
-)
+).filter(lambda rule: (rule.recipe, rule.on_unsupported, rule.reason) != (None, None, None))
 
 
 POLICIES = st.builds(

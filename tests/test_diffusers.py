@@ -96,12 +96,12 @@ def test_exact_is_bit_equal_default_is_close_and_revert_restores_the_objects(nam
     reference, before = run(model, inputs), processors(model)
     with sage_patch.applied(model, EXACT) as handle:
         assert torch.equal(run(model, inputs), reference)
-        assert len(handle.stats()) == len(handle.plan.sites) == len(before)
+        assert len(handle.rows()) == len(handle.plan.sites) == len(before)
     with sage_patch.applied(model, EVERYTHING) as handle:
         patched = run(model, inputs)
         assert not torch.equal(patched, reference)
         assert relative_l1(patched, reference) < 0.03
-        assert {(r["recipe"], r["calls"]) for r in handle.stats()} == {("qk_int8_pv_fp8", 1)}
+        assert {(r["recipe"], r["calls"]) for r in handle.rows()} == {("qk_int8_pv_fp8", 1)}
     assert processors(model) == before
     assert torch.equal(run(model, inputs), reference)
 
@@ -133,7 +133,7 @@ def test_one_processor_shared_by_all_layers_keeps_their_recipes():
     with sage_patch.applied(model, policy) as handle:
         run(model, inputs)
         role = {s.name: s.role for s in handle.plan.sites}
-        assert all(r["recipe"] == ("qk_int8_pv_fp8" if role[r["site"]] == "self" else "exact") for r in handle.stats())
+        assert all(r["recipe"] == ("qk_int8_pv_fp8" if role[r["site"]] == "self" else "exact") for r in handle.rows())
 
 
 def test_a_processor_set_later_is_reported_not_lost_silently():
@@ -150,17 +150,17 @@ def test_fused_projections_keep_the_patch():
     with sage_patch.applied(model, EVERYTHING) as handle:
         model.fuse_qkv_projections()
         run(model, inputs)
-        assert {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
+        assert {r["recipe"] for r in handle.rows()} == {"qk_int8_pv_fp8"}
 
 
 def test_deepcopy_and_pickle():
     model, inputs = build("wan")
     with sage_patch.applied(model, EVERYTHING) as handle:
         patched = run(model, inputs)
-        calls = sum(r["calls"] for r in handle.stats())
+        calls = sum(r["calls"] for r in handle.rows())
         assert torch.equal(run(copy.deepcopy(model), inputs), patched)
         assert torch.equal(run(pickle.loads(pickle.dumps(model)), inputs), patched)
-        assert sum(r["calls"] for r in handle.stats()) == calls
+        assert sum(r["calls"] for r in handle.rows()) == calls
 
 
 def test_compiled_after_apply_is_one_graph_and_counts():
@@ -169,7 +169,7 @@ def test_compiled_after_apply_is_one_graph_and_counts():
         reference = run(model, inputs)
         model.transformer_blocks[0].compile(backend="aot_eager", fullgraph=True)
         assert torch.allclose(run(model, inputs), reference, atol=1e-5)
-        assert ("*", 1) in {(r["site"], r["calls"]) for r in handle.stats()}
+        assert ("*", 1) in {(r["site"], r["calls"]) for r in handle.rows()}
 
 
 def test_only_the_denoiser_of_a_pipeline_is_patched():

@@ -23,7 +23,7 @@ def compiled(name: str, how: str, backend: str, policy: Policy | None) -> tuple[
     else:
         model.compile_repeated_blocks(backend=counter, fullgraph=True)
     out = run(model, inputs)
-    return counter.frame_count, out, handle.stats() if handle is not None else []
+    return counter.frame_count, out, handle.rows() if handle is not None else []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_inductor_compiles_a_wan_block():
         eager = run(model, inputs)
         model.compile_repeated_blocks(fullgraph=True)
         assert torch.allclose(run(model, inputs), eager, atol=1e-4)
-        assert ("*", 4) in {(r["site"], r["calls"]) for r in handle.stats()}
+        assert ("*", 4) in {(r["site"], r["calls"]) for r in handle.rows()}
 
 
 def test_a_processor_that_filters_arguments_by_signature_still_gets_its_own():

@@ -106,7 +106,7 @@ def test_key_padding_in_every_form(where, hidden):
             assert (attend(attention, mask, hidden) - native).abs().max() < 1e-5, form
         with sage_patch.applied(attention, EVERYTHING) as handle:
             quantized = attend(attention, mask, hidden)
-            assert [(r["recipe"], r["calls"]) for r in handle.stats()] == [("qk_int8_pv_fp8", 1)], form
+            assert [(r["recipe"], r["calls"]) for r in handle.rows()] == [("qk_int8_pv_fp8", 1)], form
         out = torch.linalg.solve(attention.to_out[0].weight, (quantized - attention.to_out[0].bias).mT).mT
         out = out.detach().unflatten(-1, (HEADS, DIM)).transpose(1, 2)
         oracle.assert_attention_close(out, expected, oracle.T8F8, what=f"{where}, {form}")
@@ -159,7 +159,7 @@ def test_a_float_mask_of_zeros_and_ones_is_a_bias(hidden):
         assert (attend(attention, bias, hidden) - native).abs().max() < 1e-5
     with sage_patch.applied(attention, EVERYTHING) as handle:
         assert (attend(attention, bias, hidden) - native).abs().max() < 0.02
-        assert {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
+        assert {r["recipe"] for r in handle.rows()} == {"qk_int8_pv_fp8"}
 
 
 @pytest.mark.parametrize("rows", [1, TOKENS])
@@ -172,7 +172,7 @@ def test_masks_of_the_older_processors(rows, hidden):
         assert (attend(attention, additive, hidden) - native).abs().max() < 1e-5
     with sage_patch.applied(attention, EVERYTHING) as handle:
         assert (attend(attention, additive, hidden) - native).abs().max() < 0.02
-        assert {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
+        assert {r["recipe"] for r in handle.rows()} == {"qk_int8_pv_fp8"}
 
 
 def test_the_mask_that_reaches_us_is_the_models_own(hidden):
@@ -245,7 +245,7 @@ def test_padded_text_cannot_be_read(name):
         assert torch.equal(zoo.outputs(model, loud)[0], native_loud)
     with sage_patch.applied(model, EVERYTHING) as handle:
         quiet, noisy = zoo.outputs(model, fed)[0], zoo.outputs(model, loud)[0]
-        assert {(r["recipe"], r["reason"]) for r in handle.stats()} == {("qk_int8_pv_fp8", "")}
+        assert {(r["recipe"], r["reason"]) for r in handle.rows()} == {("qk_int8_pv_fp8", "")}
     print(name, *(float(d.abs().max() / size) for d in (native - native_loud, quiet - native, noisy - quiet)))
     assert (quiet - native).abs().max() < 0.05 * size
     assert (noisy - native_loud).abs().max() < 0.05 * size

@@ -11,7 +11,7 @@ from torch import nn
 
 import sage_patch
 import zoo.diffusers_matrix as zoo
-from sage_patch.integrations import diffusers as seam
+from sage_patch.integrations import diffusers, sdpa
 from sage_patch.policy import Policy
 from tiny import EVERYTHING
 
@@ -23,7 +23,7 @@ def test_cross_attention_over_short_text_stays_exact_by_default():
     with sage_patch.applied(model, Policy(quantize_fp32=True)) as handle:
         run(model, inputs)
         role = {s.name: s.role for s in handle.plan.sites}
-        found = {(role[r["site"]], r["recipe"], r["reason"]) for r in handle.stats()}
+        found = {(role[r["site"]], r["recipe"], r["reason"]) for r in handle.rows()}
     assert ("cross", "exact", "short_kv") in found and ("self", "qk_int8_pv_fp8", "") in found
     assert not any(r == "cross" and recipe != "exact" for r, recipe, _ in found)
 
@@ -43,7 +43,7 @@ def test_an_exception_inside_leaves_nothing_behind():
         hook = model.blocks[1].attn1.norm_k.register_forward_hook(fail)
         run(model, inputs)
     hook.remove()
-    assert seam._RUNNING.tag is None
+    assert sdpa.RUNNING.tag is None
     assert processors(model) == before
     assert torch.equal(run(model, inputs), reference)
 
@@ -96,7 +96,7 @@ def test_two_threads():
             thread.join()
         assert all(torch.equal(x, quantized) for x in results["patched"]) and len(results["patched"]) == 10
         assert all(torch.equal(x, reference) for x in results["other"]) and len(results["other"]) == 10
-        assert {r["calls"] for r in handle.stats()} == {11}
+        assert {r["calls"] for r in handle.rows()} == {11}
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_denoisers_are_found_by_what_they_are(component):
     class Pipeline:
         components = {component: model, "prior": model, "vae": nn.Linear(2, 2), "scheduler": object()}
 
-    assert list(seam.denoisers(Pipeline())) == [component]
+    assert list(diffusers.denoisers(Pipeline())) == [component]

@@ -13,7 +13,7 @@ from torch import nn
 import sage_patch
 import zoo.diffusers_matrix as zoo
 from sage_patch.dispatch import UnsupportedCall
-from sage_patch.integrations import diffusers as seam
+from sage_patch.integrations import intercept
 from sage_patch.policy import Policy
 from tiny import EVERYTHING, EXACT
 
@@ -21,7 +21,7 @@ ALL_ERROR = Policy(quantize_fp32=True, min_q_len=1, min_kv_len=1, on_unsupported
 
 
 def recipes(handle: sage_patch.Handle) -> set[tuple[str, str]]:
-    return {(r["recipe"], r["reason"]) for r in handle.stats()}
+    return {(r["recipe"], r["reason"]) for r in handle.rows()}
 
 
 ALL_QUANTIZED = {("qk_int8_pv_fp8", "")}
@@ -60,7 +60,7 @@ def test_processors_made_anew_from_a_patched_class_are_reverted_too():
                 module.set_processor(module.processor.__class__())
         run(model, inputs)
         assert recipes(handle) == ALL_QUANTIZED
-    assert not any(seam.is_patched(m.processor) for m in model.modules() if hasattr(m, "processor"))
+    assert not any(intercept.is_patched(m.processor) for m in model.modules() if hasattr(m, "processor"))
     assert torch.equal(run(model, inputs), reference)
 
 
@@ -117,7 +117,7 @@ def test_a_module_that_attends_in_its_own_forward():
     original, keys = type(pooler), list(model.state_dict())
     with sage_patch.applied(model, EVERYTHING) as handle:
         patched = zoo.outputs(model, fed)[0]
-        assert "time_embed.pooler" in {r["site"] for r in handle.stats()}
+        assert "time_embed.pooler" in {r["site"] for r in handle.rows()}
         assert list(model.state_dict()) == keys
         assert torch.equal(zoo.outputs(copy.deepcopy(model), fed)[0], patched)
         assert torch.equal(zoo.outputs(pickle.loads(pickle.dumps(model)), fed)[0], patched)
@@ -138,7 +138,7 @@ def test_processors_with_weights_of_their_own():
         reference, keys = attention(**inputs), list(attention.state_dict())
         with sage_patch.applied(attention, EXACT) as handle:
             assert torch.equal(attention(**inputs), reference)
-            assert [(r["site"], r["calls"]) for r in handle.stats()] == [("", 2)]
+            assert [(r["site"], r["calls"]) for r in handle.rows()] == [("", 2)]
             assert list(attention.state_dict()) == keys
             assert torch.equal(copy.deepcopy(attention)(**inputs), reference)
         with sage_patch.applied(attention, EVERYTHING) as handle:
@@ -153,10 +153,10 @@ def test_fused_projections_before_apply():
     reference = run(model, inputs)
     with sage_patch.applied(model, EXACT) as handle:
         assert torch.equal(run(model, inputs), reference)
-        assert len(handle.stats()) == 4
+        assert len(handle.rows()) == 4
         model.unfuse_qkv_projections()
         assert torch.allclose(run(model, inputs), reference, atol=1e-5)
-        assert sum(r["calls"] for r in handle.stats()) == 8
+        assert sum(r["calls"] for r in handle.rows()) == 8
 
 
 # --- other ways to choose a backend
@@ -176,7 +176,7 @@ def test_a_backend_chosen_in_diffusers_gives_way_while_patched():
             assert recipes(handle) == ALL_QUANTIZED
             model.set_attention_backend("native")  # also later
             run(model, inputs)
-            assert {r["calls"] for r in handle.stats()} == {2}
+            assert {r["calls"] for r in handle.rows()} == {2}
             model.set_attention_backend("_native_math")
         assert processors(model) == before
         assert _AttentionBackendRegistry.get_active_backend() == active
@@ -224,7 +224,7 @@ def test_adapters(when):
         model.add_adapter(lora())
     adapted = run(model, inputs)
     assert not torch.equal(adapted, plain)
-    assert sum(r["calls"] for r in handle.stats()) == 4
+    assert sum(r["calls"] for r in handle.rows()) == 4
     handle.revert()
     assert torch.equal(run(model, inputs), adapted)
     with sage_patch.applied(model, EVERYTHING) as handle:
@@ -245,7 +245,7 @@ def test_hooks_of_accelerate():
     cpu_offload(model, execution_device=torch.device("cpu"))
     with sage_patch.applied(model, EXACT) as handle:
         assert torch.equal(run(model, inputs), reference)
-        assert len(handle.stats()) == 4
+        assert len(handle.rows()) == 4
     with sage_patch.applied(model, EVERYTHING):
         remove_hook_from_submodules(model)
         run(model, inputs)
@@ -263,7 +263,7 @@ def test_offload_of_whole_models():
         assert torch.equal(run(model, inputs), reference)
         hook.offload()
         assert torch.equal(run(model, inputs), reference)
-        assert sum(r["calls"] for r in handle.stats()) == 8
+        assert sum(r["calls"] for r in handle.rows()) == 8
     hook.remove()
     assert torch.equal(run(model, inputs), reference)
 
@@ -278,7 +278,7 @@ def test_group_offload_on_the_cpu():
         except (RuntimeError, ValueError) as error:
             pytest.skip(f"group offload needs an accelerator here: {error}")
         assert torch.equal(run(model, inputs), reference)
-        assert len(handle.stats()) == 4
+        assert len(handle.rows()) == 4
 
 
 def test_layerwise_casting():
@@ -301,7 +301,7 @@ def test_saved_files_know_nothing_of_the_patch(tmp_path):
         model.save_pretrained(tmp_path)
     assert all(b"sage" not in path.read_bytes().lower() for path in tmp_path.iterdir())
     loaded = type(model).from_pretrained(tmp_path)
-    assert not any(seam.is_patched(m.processor) for m in loaded.modules() if hasattr(m, "processor"))
+    assert not any(intercept.is_patched(m.processor) for m in loaded.modules() if hasattr(m, "processor"))
     assert torch.allclose(run(loaded, inputs), reference, atol=1e-5)  # mapped memory is aligned differently
 
 

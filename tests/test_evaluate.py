@@ -18,11 +18,12 @@ from typer.testing import CliRunner, Result
 
 from sage_patch import cli
 from sage_patch.config import ConfigError, load_run_config
-from sage_patch.evaluation import evaluate, needle, parts, picture_scores, tables
-from sage_patch.evaluation.evaluate_tables import evaluation_tables
-from sage_patch.evaluation.judge import TextJudge
+from sage_patch.evaluation import evaluate, needle, picture_metrics, tables
+from sage_patch.evaluation.checkpoint import Checkpoint, CheckpointError
+from sage_patch.evaluation.costs import Cost
+from sage_patch.evaluation.judge import Judge, TextJudge
 from sage_patch.evaluation.models import ModelError, load_text_model
-from sage_patch.evaluation.parts import Parts
+from sage_patch.evaluation.results_tables import results_tables
 from sage_patch.schema import EvaluateSpec, ModelSpec
 from tiny_pipelines import save_text_to_image, save_text_to_video
 
@@ -102,7 +103,7 @@ def test_the_needle_figures_stand_beside_the_unpatched_models(text_run: tuple[Re
 
 def test_the_worst_site_is_the_one_with_the_largest_error_of_its_own(text_run: tuple[Result, Path]) -> None:
     found = read(text_run[1])
-    errors = {row["site"]: row["relative_l1"] for row in found["sites"]}
+    errors = {row["site"]: row["rel_l1"] for row in found["sites"]}
     assert len(errors) == 8 and all(0 < e < 0.1 for e in errors.values())
     assert found["worst_site"] == max(errors, key=lambda site: errors[site])
     assert f"Worst site: {found['worst_site']}, rel L1" in text_run[0].stdout
@@ -111,9 +112,10 @@ def test_the_worst_site_is_the_one_with_the_largest_error_of_its_own(text_run: t
 def test_the_tables_are_the_same_from_the_file(text_run: tuple[Result, Path], video_run: tuple[Result, Path]) -> None:
     """Quality and speed in one row; and whoever has results.json alone can draw them."""
     for result, folder in (text_run, video_run):
-        drawn = "\n".join(t.markdown() for t in evaluation_tables(read(folder)))
+        drawn = "\n".join(t.markdown() for t in results_tables(read(folder)))
         assert drawn.strip() == result.stdout.strip() and drawn.strip() in (folder / "results.md").read_text()
-    assert "| mean KL | top-1 | ppl | change | greedy | attention, s | gain | all, s | gain |" in text_run[0].stdout
+    figures = "| mean KL | top-1 | ppl | ppl change | ΔNLL | 2 s.e. | logit L1 | greedy | site L1 |"
+    assert f"{figures} attention, s | gain | all, s | gain |" in text_run[0].stdout
     assert "greedy tests nothing here" in text_run[0].stdout  # the prompt is short
 
 
@@ -126,7 +128,7 @@ def test_clips_get_every_figure(video_run: tuple[Result, Path]) -> None:
     assert exact["metrics"]["psnr"] is None and exact["metrics"]["ssim"] == 1  # infinite: equal
     assert 0 == exact["metrics"]["temporal_error"] < policy["metrics"]["temporal_error"]
     assert policy["metrics"]["temporal_error"] < int4["metrics"]["temporal_error"]
-    assert [(len(e["psnr"]), len(e["ssim"])) for e in policy["each"]] == [(5, 5)] * 2  # every frame
+    assert [(len(e["frames"]["psnr"]), len(e["frames"]["ssim"])) for e in policy["each"]] == [(5, 5)] * 2  # every frame
     assert policy["unavailable"] == {
         "ms_ssim": "needs 176 pixels a side, and there are 16",
         "worst_ms_ssim": "needs 176 pixels a side, and there are 16",
@@ -136,7 +138,7 @@ def test_clips_get_every_figure(video_run: tuple[Result, Path]) -> None:
         "peak_memory": "only CUDA keeps a peak that a run can set back",
     }
     assert [t["met"] for t in found["targets"]] == [True, True]
-    assert "Unavailable: lpips (no local weights" in result.stdout
+    assert "LPIPS is unavailable: no local weights" in result.stdout
 
 
 def test_the_sites_of_a_pipeline_are_scored_at_the_recipe_of_their_step(video_run: tuple[Result, Path]) -> None:
@@ -191,20 +193,21 @@ def test_an_interrupted_run_continues_after_its_last_part(tmp_path: Path, monkey
 
 
 def test_results_of_another_configuration_are_kept_beside(tmp_path: Path) -> None:
-    facts: dict[str, Any] = {"schema": 1}
-    first = Parts(tmp_path, facts, {"configuration": {"seed": 0}, "model": "a"})
-    first.run({"one": lambda results: results.update(one=1)}, lambda: 0.0)
-    other = Parts(tmp_path, facts, {"configuration": {"seed": 1}, "model": "a"})
+    path, kept = tmp_path / "results.json", tmp_path / "results.previous.json"
+    first = Checkpoint(path, {"configuration": {"seed": 0}, "model": "a"})
+    first.write({"parts": ["one"], "one": 1})
+    assert Checkpoint(path, {"configuration": {"seed": 0}, "model": "a"}).found["one"] == 1
+    other = Checkpoint(path, {"configuration": {"seed": 1}, "model": "a"})
     assert other.note.endswith("is kept as results.previous.json: it is of another configuration; starting anew")
-    assert other.results["parts"] == [] and json.loads((tmp_path / parts.KEPT).read_text())["one"] == 1
-    other.write()
-    fresh = Parts(tmp_path, facts, {"configuration": {"seed": 1}, "model": "a"}, fresh=True)
-    assert "asked to start anew" in fresh.note
-    (tmp_path / "results.json").write_text('{"kind": "text"}')
-    assert "it is of another command" in Parts(tmp_path, facts, {"model": "a"}).note
-    (tmp_path / "results.json").write_text("no json")
-    with pytest.raises(parts.PartsError, match="is not JSON; move it away, or choose another folder with --output"):
-        Parts(tmp_path, facts, {"model": "a"})
+    assert other.found == {} and json.loads(kept.read_text())["one"] == 1
+    other.write({})
+    fresh = Checkpoint(path, {"configuration": {"seed": 1}, "model": "a"}, fresh=True)
+    assert fresh.found == {} and "asked to start anew" in fresh.note
+    path.write_text('{"kind": "text"}')
+    assert "it is of another command" in Checkpoint(path, {"model": "a"}).note
+    path.write_text("no json")
+    with pytest.raises(CheckpointError, match="is not JSON; move it away, or choose another folder with --output"):
+        Checkpoint(path, {"model": "a"})
 
 
 def test_a_full_disk_loses_no_part_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +257,22 @@ def test_what_does_not_fit_is_one_message(setting: str, message: str, tmp_path: 
     assert result.exit_code == 2 and message in result.stderr, result.stderr
 
 
+class NoModel(Judge):
+    """A judge of what was measured elsewhere."""
+
+    device = facts = baseline = measure_all = run_exact = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self._cost = Cost(seconds=[1.0], attention=[0.5])
+
+
 def test_a_figure_that_is_not_a_number_is_unavailable_and_meets_no_target() -> None:
     config = load_run_config(TINY, ["targets.policy={max_kl: 1, min_top1: 0.1, max_ppl_change: 0.1}"])
-    measured = {"metrics": {"kl": float("nan"), "top1": 0.5, "ppl_change": -0.2}, "unavailable": {}, "name": "policy"}
-    row = evaluate._row(measured, config.policy.build())
-    assert row["unavailable"] == {"kl": "not a number: the patched model's output is not finite"}
-    checked = {t["what"]: t["met"] for t in evaluate.check_targets(config, [row])}
+    measured = {"kl": float("nan"), "top1": 0.5, "ppl_change": -0.2}
+    cost = Cost(seconds=[2.0], attention=[1.0])
+    found = NoModel()._measured("policy", config.policy.build(), cost, measured, {}, calls=[])
+    assert found.unavailable["kl"] == "not a number: the patched model's output is not finite" and found.slowdown == 2
+    checked = {t["what"]: t["met"] for t in evaluate.check_targets(config, [found.row()])["targets"]}
     assert checked == {"mean KL <=": False, "top-1 agreement >=": True, "perplexity change <=": False}
 
 
@@ -333,7 +346,7 @@ def test_scores_with_local_weights(tmp_path: Path) -> None:
     torch.jit.trace(Distance(), (x, x)).save(str(tmp_path / "lpips.pt"))
     torch.jit.trace(Features(), x.byte()).save(str(tmp_path / "fid.pt"))
     spec = EvaluateSpec(lpips=str(tmp_path / "lpips.pt"), fid=str(tmp_path / "fid.pt"))
-    scores = picture_scores.PictureScores(spec, None, torch.device("cpu"))
+    scores = picture_metrics.PictureScores(spec, None, torch.device("cpu"))
     exact = [torch.full((3, 3, 8, 8), 0.25), torch.full((1, 3, 8, 8), 0.5)]
     actual = [exact[0] + 0.1, exact[1] + 0.2]
     figures, reasons = scores.compare(actual, exact)
@@ -347,7 +360,7 @@ def test_scores_with_local_weights(tmp_path: Path) -> None:
     assert "fid" not in few and why["fid"] == "its 2 features need more frames than that, and there are 1"
     (tmp_path / "broken.pt").write_text("nothing")
     with pytest.raises(ModelError, match="is not a TorchScript file"):
-        picture_scores.PictureScores(EvaluateSpec(fid=str(tmp_path / "broken.pt")), None, torch.device("cpu"))
+        picture_metrics.PictureScores(EvaluateSpec(fid=str(tmp_path / "broken.pt")), None, torch.device("cpu"))
 
 
 def test_clip_scores_come_from_a_local_folder(tmp_path: Path) -> None:
@@ -367,10 +380,10 @@ def test_clip_scores_come_from_a_local_folder(tmp_path: Path) -> None:
     CLIPProcessor(images, tokenizer).save_pretrained(tmp_path / "clip")
     spec = EvaluateSpec(clip=str(tmp_path / "clip"))
     frames = [torch.rand(2, 3, 32, 32), torch.rand(1, 3, 32, 32)]
-    scores = picture_scores.PictureScores(spec, ["a red cat", "a dog"], torch.device("cpu"))
+    scores = picture_metrics.PictureScores(spec, ["a red cat", "a dog"], torch.device("cpu"))
     figures, _ = scores.compare(frames, frames)
     assert -100 <= figures["clip_score"] == figures["clip_score_exact"] <= 100 and figures["clip_score"] != 0
-    from_table, why = picture_scores.PictureScores(spec, None, torch.device("cpu")).compare(frames, frames)
+    from_table, why = picture_metrics.PictureScores(spec, None, torch.device("cpu")).compare(frames, frames)
     assert "clip_score" not in from_table and why["clip_score"] == "the prompts are rows of a table, not text"
 
 

@@ -10,7 +10,7 @@ import torch
 import sage_patch
 import zoo.families as zoo
 from sage_patch.dispatch import Options, describe
-from sage_patch.integrations import diffusers, float_masks
+from sage_patch.integrations import float_masks, sdpa
 from sage_patch.integrations import transformers as adapter
 from sage_patch.integrations.float_masks import seen_keys, with_bool_mask
 from sage_patch.policy import Policy
@@ -146,7 +146,7 @@ def test_diffusers_models_that_add_their_masks(name, expected, monkeypatch):
     copy and stays exact: so few keys are too short for a kernel anyway."""
     from zoo import diffusers_matrix
 
-    reasons = as_on_hopper(monkeypatch, diffusers)
+    reasons = as_on_hopper(monkeypatch, sdpa)
     denoiser = next(d for d in diffusers_matrix.denoisers() if d.name == name)
     model = diffusers_matrix.build(denoiser)
     fed = diffusers_matrix.inputs(denoiser, model)

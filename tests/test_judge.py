@@ -14,7 +14,7 @@ from sage_patch.evaluation import judge as judges
 from sage_patch.evaluation import metrics
 from sage_patch.evaluation.judge import LADDER, Judge, PictureJudge, TextJudge, judge_for
 from sage_patch.evaluation.models import ModelError
-from sage_patch.evaluation.picture_metrics import temporal_error
+from sage_patch.evaluation.picture_metrics import Unavailable, temporal_error
 from sage_patch.kernels import ops
 from sage_patch.policy import Policy, PolicyError, Rule
 from sage_patch.schema import RunConfig
@@ -97,13 +97,16 @@ def test_the_ladder_goes_from_cheap_to_exact(text: TextJudge, video: PictureJudg
     assert psnr == sorted(psnr)
 
 
-def test_a_share_is_the_first_part_of_the_task(text: TextJudge, video: PictureJudge) -> None:
-    whole, part = (text.measure("p", policy("qk_int4_pv_fp8"), share=s) for s in (1.0, 0.7))
-    assert part.each == whole.each[:2] and part.baseline_seconds < whole.baseline_seconds
-    drawn = video.measure("p", policy("qk_int8_pv_fp8"), share=0.01)
-    assert [(e["prompt"], e["seed"]) for e in drawn.each] == [("run", 1)]
-    with pytest.raises(ValueError, match="share must be more than 0 and at most 1; got 0"):
-        text.measure("p", policy("exact"), share=0.0)
+def test_policies_measured_together_have_the_figures_of_each_alone(text: TextJudge) -> None:
+    """Window by window, with no answer of the unpatched model kept from one to the next."""
+    policies = {recipe: policy(recipe) for recipe in LADDER[:2]}
+    apart = [text.measure(name, p) for name, p in policies.items()]
+    judge = judge_for(text.config, quiet, kept_bytes=0)
+    together = judge.measure_all(policies)
+    for one, other in zip(apart, together, strict=True):
+        assert (one.metrics, one.each, one.outputs) == (other.metrics, other.each, other.outputs)
+        assert one.calls == other.calls and [t["text"] for t in one.texts] == [t["text"] for t in other.texts]
+    assert judge._kept == {} and judge.baseline_facts()["metrics"] == text.baseline_facts()["metrics"]  # type: ignore[attr-defined]
 
 
 def test_the_time_inside_attention_is_part_of_the_whole(text: TextJudge, video: PictureJudge) -> None:
@@ -129,12 +132,11 @@ def test_steps_are_those_of_the_task(text: TextJudge, video: PictureJudge) -> No
     assert (video.has_steps, video.num_steps) == (True, 2)
 
 
-def test_logits_that_are_too_many_to_keep_are_computed_again(text: TextJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_too_many_to_keep_are_computed_again(text: TextJudge) -> None:
     wanted = text.measure("p", policy("qk_int4_pv_fp8")).each
-    monkeypatch.setattr(judges, "_KEPT_LOGITS", 256 * 4096 * 4)
-    again = judge_for(text.config, quiet)
+    again = judge_for(text.config, quiet, kept_bytes=256 * 4096 * 4)
     assert again.measure("p", policy("qk_int4_pv_fp8")).each == wanted
-    assert len(again._logits) < 3  # type: ignore[attr-defined]
+    assert len(again._kept) < 3  # type: ignore[attr-defined]
 
 
 def test_what_does_not_fit_costs_no_computation(text: TextJudge) -> None:
@@ -151,5 +153,7 @@ def test_the_temporal_error_sees_flicker_and_not_a_shift() -> None:
     assert temporal_error(exact + 0.2, exact) == pytest.approx(0, abs=1e-6)
     flicker = exact + torch.tensor([0.0, 0.06, 0.0]).view(3, 1, 1, 1)
     assert temporal_error(flicker, exact) == pytest.approx(0.12 / 0.3)
-    assert temporal_error(exact[:1], exact[:1]) == "unavailable: one frame has no motion"
-    assert temporal_error(exact, exact[:1].expand_as(exact)) == "unavailable: nothing moves in the unpatched clip"
+    with pytest.raises(Unavailable, match="^one frame has no motion$"):
+        temporal_error(exact[:1], exact[:1])
+    with pytest.raises(Unavailable, match="^nothing moves in the unpatched clip$"):
+        temporal_error(exact, exact[:1].expand_as(exact))

@@ -261,6 +261,28 @@ def test_batches_are_selected_and_repeated() -> None:
     assert same(pages, filled(key.repeat_interleave(2, 0), value.repeat_interleave(2, 0)))
 
 
+def test_batch_indices_of_every_form() -> None:
+    """As torch indexes with them: from the end, lists, booleans; whatever else is refused by name."""
+    key, value = kv(400, batch=3)
+    for index in ([-1, 0], torch.tensor([2, -3], dtype=torch.int32), torch.tensor([True, False, True]), [], [1, 1, 1]):
+        pages = filled(key, value)
+        pages.select(index)
+        rows = torch.as_tensor(index) if len(index) else torch.empty(0, dtype=torch.int64)
+        rows = rows if rows.dtype == torch.bool else rows.long()
+        assert same(pages, filled(key[rows], value[rows])) and pages.batch == len(pages.tail[0])
+    pages = filled(key, value)
+    for index in ([3], [-4], torch.tensor([0, 99])):
+        with pytest.raises(ValueError, match=f"batch index {index[-1]} is out of range: the cache holds 3 items"):
+            pages.select(index)
+    for index in ([0.5], torch.tensor([1, 0, 1], dtype=torch.uint8), torch.tensor([True]), torch.tensor(1), [[0]]):
+        with pytest.raises(ValueError, match="batch indices must be a list of whole numbers .*, or 3 booleans"):
+            pages.select(index)
+    for n in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="repeats must be a whole number from 1"):
+            pages.repeat(n)  # type: ignore[arg-type]
+    assert same(pages, filled(key, value))
+
+
 def test_a_copy_is_a_store_of_its_own() -> None:
     key, value = kv(400)
     pages = filled(key, value)

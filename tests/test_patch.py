@@ -97,7 +97,7 @@ def test_models_that_share_one_config_object_stay_independent():
     with sage_patch.applied(first, EVERYTHING) as handle:
         assert torch.equal(logits(second, IDS), reference)
         logits(first, IDS)
-        assert sum(row["calls"] for row in handle.stats()) == 2
+        assert sum(row["calls"] for row in handle.rows()) == 2
     assert second.config is first.config
 
 
@@ -107,7 +107,7 @@ def test_two_handles_count_apart():
         logits(first, IDS)
         logits(first, IDS)
         logits(second, IDS)
-        assert [sum(r["calls"] for r in h.stats()) for h in (one, two)] == [4, 2]
+        assert [sum(r["calls"] for r in h.rows()) for h in (one, two)] == [4, 2]
 
 
 def test_applying_twice_is_an_error_with_the_remedy():
@@ -154,12 +154,12 @@ def test_report_names_every_site_and_says_when_unused():
         report = handle.report()
         assert "patched but unused" not in report
         assert "model.layers.0.self_attn" in report and "model.layers.1.self_attn" in report
-        assert [(r["site"], r["recipe"], r["reason"], r["calls"]) for r in handle.stats()] == [
+        assert [(r["site"], r["recipe"], r["reason"], r["calls"]) for r in handle.rows()] == [
             ("model.layers.0.self_attn", "qk_int8_pv_fp8", "", 1),
             ("model.layers.1.self_attn", "exact", "policy", 1),
         ]
         assert "reference backend" in report
-    assert sum(r["calls"] for r in handle.stats()) == 2  # counts stay readable after revert
+    assert sum(r["calls"] for r in handle.rows()) == 2  # counts stay readable after revert
 
 
 def test_skipped_layers_are_bit_equal_to_the_original():
@@ -191,12 +191,12 @@ def test_deepcopy_of_a_patched_model_is_independent():
     with sage_patch.applied(model, EVERYTHING) as handle:
         twin = copy.deepcopy(model)
         assert torch.equal(logits(twin, IDS), logits(model, IDS))
-        calls = sum(r["calls"] for r in handle.stats())
+        calls = sum(r["calls"] for r in handle.rows())
         with torch.no_grad():
             twin.model.layers[0].self_attn.q_proj.weight.mul_(-1)
         changed = logits(twin, IDS)
         assert not torch.equal(changed, logits(model, IDS))
-        assert sum(r["calls"] for r in handle.stats()) == calls + 2  # the twin does not count here
+        assert sum(r["calls"] for r in handle.rows()) == calls + 2  # the twin does not count here
     assert torch.equal(logits(twin, IDS), changed)  # reverting the original leaves the copy patched
 
 
@@ -229,14 +229,14 @@ def test_lora_adapters_before_and_after():
     with sage_patch.applied(wrapped, EVERYTHING) as handle:
         assert [s.name for s in handle.plan.sites] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
         assert not torch.equal(logits(wrapped, IDS), reference)
-        assert all(r["recipe"] == "qk_int8_pv_fp8" for r in handle.stats())
+        assert all(r["recipe"] == "qk_int8_pv_fp8" for r in handle.rows())
     assert torch.equal(logits(wrapped, IDS), reference)
 
     model = text_model()
     with sage_patch.applied(model, EVERYTHING) as handle:
         late = peft.get_peft_model(model, lora).eval()
         logits(late, IDS)
-        assert sum(r["calls"] for r in handle.stats()) == 2
+        assert sum(r["calls"] for r in handle.rows()) == 2
 
 
 def test_accelerate_offload_keeps_working():
@@ -248,7 +248,7 @@ def test_accelerate_offload_keeps_working():
     offloaded = cpu_offload(text_model(), execution_device=torch.device("cpu"))
     with sage_patch.applied(offloaded, EVERYTHING) as handle:
         assert torch.equal(logits(offloaded, IDS), reference)
-        assert sum(r["calls"] for r in handle.stats()) == 2
+        assert sum(r["calls"] for r in handle.rows()) == 2
 
 
 def test_foreign_patch_of_sdpa_survives_in_either_order(monkeypatch):
@@ -287,12 +287,12 @@ def test_compiled_after_apply_still_counts():
     model = text_model()
     with sage_patch.applied(model, EVERYTHING) as handle:
         reference = logits(model, IDS)
-        eager_calls = sum(r["calls"] for r in handle.stats())
+        eager_calls = sum(r["calls"] for r in handle.rows())
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         for _ in range(3):
             assert torch.allclose(logits(compiled, IDS, use_cache=False), reference, atol=1e-5)
-        assert sum(r["calls"] for r in handle.stats()) == eager_calls + 6
-        assert {r["site"] for r in handle.stats()} >= {"*"}
+        assert sum(r["calls"] for r in handle.rows()) == eager_calls + 6
+        assert {r["site"] for r in handle.rows()} >= {"*"}
 
 
 def test_missing_kernels_are_found_at_apply_with_the_model_untouched(monkeypatch):

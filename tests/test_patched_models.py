@@ -15,11 +15,11 @@ import torch
 import sage_patch
 from sage_patch.attention import UnsupportedCall
 from sage_patch.config import load_run_config
-from sage_patch.evaluation.ablation import capture, score
+from sage_patch.evaluation.calls import score
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.kernels import ops
 from sage_patch.policy import Policy, Rule, Span
-from tiny import EVERYTHING, logits, text_model, tokens
+from tiny import EVERYTHING, captured, logits, text_model, tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,7 +51,7 @@ def test_prefill_decode_and_padded_batches_keep_their_tokens(trained):
         assert (logits(model, window).argmax(-1) == prefill.argmax(-1)).float().mean() >= 0.95
         got_single = model.generate(window[:, :200], **greedy)[0, 200:]
         got_padded = model.generate(batch, attention_mask=mask, **greedy)[:, batch.shape[1] :]
-        assert {r["reason"] for r in handle.stats()} == {"", "decode"}
+        assert {r["reason"] for r in handle.rows()} == {"", "decode"}
     assert (got_single == single).float().mean() >= 0.95
     assert (got_padded == padded).float().mean() >= 0.95
 
@@ -89,7 +89,7 @@ def test_policy_by_role_leaves_cross_attention_alone():
     with torch.no_grad(), sage_patch.applied(model, policy) as handle:
         model(input_ids=tokens(2, 30), decoder_input_ids=tokens(2, 20))
         by_role = {s.name: s.role for s in handle.plan.sites}
-        for row in handle.stats():
+        for row in handle.rows():
             assert row["recipe"] == ("exact" if by_role[row["site"]] == "cross" else "qk_int8_pv_fp8")
 
 
@@ -100,7 +100,7 @@ def test_strict_only_where_asked():
     with sage_patch.applied(model, strict) as handle:
         with pytest.raises(UnsupportedCall, match="layers.1.self_attn"):
             logits(model, ids)
-        assert [(r["site"], r["reason"]) for r in handle.stats()] == [("model.layers.0.self_attn", "dtype_float32")]
+        assert [(r["site"], r["reason"]) for r in handle.rows()] == [("model.layers.0.self_attn", "dtype_float32")]
 
 
 def test_explicit_request_is_used_or_the_error_names_layer_and_reason():
@@ -121,7 +121,7 @@ def test_every_documented_combination_runs_quantized(recipe, smooth, smooth_v):
     name = f"{recipe}:smooth={smooth},smooth_v={smooth_v}"
     with sage_patch.applied(model, Policy(recipe=name, quantize_fp32=True, min_q_len=1, min_kv_len=1)) as handle:
         assert torch.isfinite(logits(model, ids)).all()
-        assert {r["recipe"] for r in handle.stats()} == {name}
+        assert {r["recipe"] for r in handle.rows()} == {name}
 
 
 def test_sinks_are_supported_not_refused_or_dropped():
@@ -129,7 +129,7 @@ def test_sinks_are_supported_not_refused_or_dropped():
     model = text_model("gpt_oss", num_local_experts=2, num_experts_per_tok=2)
     with sage_patch.applied(model, EVERYTHING) as handle:
         logits(model, tokens(1, 40))
-        assert {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
+        assert {r["recipe"] for r in handle.rows()} == {"qk_int8_pv_fp8"}
 
 
 def test_a_planted_bad_layer_ranks_first():
@@ -137,6 +137,6 @@ def test_a_planted_bad_layer_ranks_first():
     model, ids = text_model(num_hidden_layers=4), tokens(1, 200)
     with torch.no_grad():
         model.model.layers[2].self_attn.k_proj.weight[5] *= 1000
-    calls = capture(model, lambda m: m(ids), "toy")
-    errors = {c.call.site: score(c, "qk_int8_pv_fp8")["relative_l1"] for c in calls}
+    calls = captured(model, lambda: model(ids))
+    errors = {c.site: score(c, "qk_int8_pv_fp8")["rel_l1"] for c in calls}
     assert max(errors, key=errors.__getitem__) == "model.layers.2.self_attn"

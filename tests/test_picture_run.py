@@ -13,9 +13,11 @@ from typer.testing import CliRunner, Result
 
 from sage_patch import cli
 from sage_patch.config import ConfigError, load_run_config
-from sage_patch.evaluation import media, picture_metrics, pictures
+from sage_patch.evaluation import judge, media, picture_metrics
 from sage_patch.evaluation.drawing import Drawer
+from sage_patch.evaluation.evaluate import check_targets
 from sage_patch.evaluation.models import ModelError, load_pipeline
+from sage_patch.evaluation.run import run
 from sage_patch.schema import ModelSpec, PictureTask
 from tiny_pipelines import save_class_to_image, save_text_to_image, save_text_to_video
 
@@ -70,12 +72,13 @@ def test_an_image_run_writes_every_picture_and_every_figure(image_run: tuple[Res
     assert [(p["prompt"], p["seed"]) for p in found["pictures"]] == [
         ("a red cat", 3), ("a red cat", 4), ("a dog", 3), ("a dog", 4)
     ]  # fmt: skip
-    policy, exact, int4 = found["quality"]
+    policy, exact, int4 = (row["metrics"] for row in found["rows"])
     assert exact["psnr"] is None and exact["ssim"] == 1  # infinite: the unpatched pictures, bit for bit
-    assert int4["psnr_worst"] < policy["psnr_worst"] <= policy["psnr"] < 100
+    assert int4["worst_psnr"] < policy["worst_psnr"] <= policy["psnr"] < 100
     assert found["unpatched"]["seconds_per_step"] > 0 and found["passed"]
-    assert policy["peak_memory_bytes"].startswith("unavailable: ")
-    assert policy["ms_ssim"] == "unavailable: needs 176 pixels a side, and there are 32"
+    reasons = found["rows"][0]["unavailable"]
+    assert "ms_ssim" not in policy and reasons["ms_ssim"] == "needs 176 pixels a side, and there are 32"
+    assert "only CUDA" in reasons["peak_memory"] and found["rows"][0]["peak_memory"] is None
     assert found["model"]["denoisers"] == {"unet": "UNet2DConditionModel"}
     names = {p.name for p in folder.iterdir()}
     assert {"sheet.png", "results.json", "results.md", "qk_int4_pv_fp8_smooth_none_03.png"} < names
@@ -85,7 +88,7 @@ def test_an_image_run_writes_every_picture_and_every_figure(image_run: tuple[Res
 def test_every_call_of_an_image_run_is_counted(image_run: tuple[Result, Path]) -> None:
     """4 pictures x 3 steps; self-attention has 256 tokens (64 in the middle), cross-attention 16 keys."""
     found = json.loads((image_run[1] / "results.json").read_text())
-    policy = found["quality"][0]["calls"]
+    policy = found["rows"][0]["calls"]
     calls = {(c["site"].rsplit(".", 1)[1], "mid" in c["site"], c["recipe"], c["reason"], c["calls"]) for c in policy}
     assert calls == {("attn1", False, "qk_int8_pv_fp8", "", 12), ("attn1", True, "exact", "short_kv", 12)} | {
         ("attn2", mid, "exact", "short_kv", 12) for mid in (False, True)
@@ -111,7 +114,7 @@ def test_a_video_run_writes_clips_that_play(video_run: tuple[Result, Path]) -> N
         ("run", 5, [18, 16]),
         (0, 5, [18, 16]),
     ]
-    policy, int4 = found["quality"]
+    policy, int4 = (row["metrics"] for row in found["rows"])
     assert int4["psnr"] < policy["psnr"]
     assert {p.name for p in folder.glob("*.mp4")} == {
         f"{v}_{i:02d}.mp4" for v in ("unpatched", "policy", "qk_int4_pv_fp8") for i in (0, 1)
@@ -141,8 +144,8 @@ def test_a_missed_target_fails_the_run(video_config: str, tmp_path: Path) -> Non
 
 def test_a_figure_that_is_unavailable_meets_no_target(video_config: str) -> None:
     config = load_run_config(video_config, ["targets.policy={min_psnr: 1, min_ssim: 0.1}"])
-    quality = [{"name": "policy", "psnr_worst": float("nan"), "ssim_worst": "unavailable: small"}]
-    assert [t["met"] for t in pictures.check_targets(config, quality)] == [False, False]
+    rows = [{"name": "policy", "metrics": {"worst_psnr": float("nan")}, "unavailable": {"worst_ssim": "small"}}]
+    assert [t["met"] for t in check_targets(config, rows)["targets"]] == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +158,7 @@ def test_a_figure_that_is_unavailable_meets_no_target(video_config: str) -> None
         (["model.prompt_table=null"], "task.prompts: 0 is a number, and there is no model.prompt_table"),
         (["task.arguments={true_cfg_scal: 2}"], "task.arguments.true_cfg_scal: WanPipeline has no argument"),
         (["task.arguments={generator: 2}"], "task.arguments.generator: is set by the run itself"),
-        (["model.meta=true"], "a run needs weights"),
+        (["model.meta=true"], "measuring needs weights"),
         (["policy.rules=[{match: no, recipe: exact}]"], 'rule 1 ("no") matched no site'),
     ],
 )  # fmt: skip
@@ -185,7 +188,7 @@ def test_a_missing_library_is_found_before_the_work(
 ) -> None:
     real = media.importlib.util.find_spec
     monkeypatch.setattr(media.importlib.util, "find_spec", lambda name: None if name == library else real(name))
-    monkeypatch.setattr(pictures, "load_pipeline", lambda spec: pytest.fail("the pipeline was loaded first"))
+    monkeypatch.setattr(judge, "load_pipeline", lambda spec: pytest.fail("the pipeline was loaded first"))
     assert message in find()
     result = invoke("run", video_config, "--output", str(tmp_path))
     assert result.exit_code == 2 and message in result.stderr
@@ -216,11 +219,12 @@ def test_a_pipeline_of_class_labels_runs_and_says_what_it_cannot_tell(tmp_path: 
     save_class_to_image(tmp_path / "pipeline")
     task = {"kind": "image", "prompts": [0, 2], "steps": 1}
     config = write_config(tmp_path, "run.yaml", {"path": "./pipeline", "prompt_table": "table.safetensors"}, task)
-    results, gallery = pictures.run_pictures(load_run_config(config), "test", lambda *_: None)
+    results, gallery = run(load_run_config(config), "test", lambda *_: None)
+    assert gallery is not None
     first, second = (frames[0] for frames in gallery.drawn["unpatched"])
     assert first.shape == (3, 16, 16) and torch.equal(first[0], first[2]) and not torch.equal(first, second)
-    assert results["unpatched"]["seconds_per_step"] is None and results["quality"][0]["slowdown"] > 0
-    assert {c["recipe"] for c in results["quality"][0]["calls"]} == {"qk_int8_pv_fp8"}
+    assert results["unpatched"]["seconds_per_step"] is None and results["rows"][0]["slowdown"] > 0
+    assert {c["recipe"] for c in results["rows"][0]["calls"]} == {"qk_int8_pv_fp8"}
 
 
 @pytest.mark.parametrize(
@@ -265,10 +269,11 @@ def test_psnr_of_known_noise_is_the_formula() -> None:
     actual = exact + 0.01 * torch.sign(torch.randn(exact.shape, generator=torch.Generator().manual_seed(0)))
     actual[4] = 0.6
     found = picture_metrics.compare(actual, exact)
-    assert found.psnr == pytest.approx([40, 40, 40, 40, 20], abs=1e-3)
-    assert found.ms_ssim == "unavailable: needs 176 pixels a side, and there are 32"
-    totals = picture_metrics.summary([found])
-    assert (totals["psnr"], totals["psnr_worst"]) == pytest.approx((36, 20), abs=1e-3)
+    assert found.frames["psnr"] == pytest.approx([40, 40, 40, 40, 20], abs=1e-3)
+    assert found.unavailable["ms_ssim"] == "needs 176 pixels a side, and there are 32"
+    totals, reasons = picture_metrics.summary([found])
+    assert set(reasons) == {"ms_ssim", "worst_ms_ssim"} and "ms_ssim" not in totals
+    assert (totals["psnr"], totals["worst_psnr"]) == pytest.approx((36, 20), abs=1e-3)
     with pytest.raises(ValueError, match="must be"):
         picture_metrics.compare(actual[:1], exact)
 
@@ -276,10 +281,10 @@ def test_psnr_of_known_noise_is_the_formula() -> None:
 def test_equal_pictures_have_an_infinite_psnr_and_unit_ssim() -> None:
     picture = torch.rand(1, 3, 176, 180, generator=torch.Generator().manual_seed(0))
     found = picture_metrics.compare(picture, picture.clone())
-    assert (found.psnr, found.ssim) == ([float("inf")], [1.0])
-    assert found.ms_ssim == pytest.approx([1.0])
-    assert picture_metrics.compare(picture[..., :8, :8], picture[..., :8, :8]).ssim == (
-        "unavailable: needs 11 pixels a side, and there are 8"
+    assert (found.frames["psnr"], found.frames["ssim"]) == ([float("inf")], [1.0])
+    assert found.frames["ms_ssim"] == pytest.approx([1.0])
+    assert picture_metrics.compare(picture[..., :8, :8], picture[..., :8, :8]).unavailable["ssim"] == (
+        "needs 11 pixels a side, and there are 8"
     )
 
 
@@ -287,7 +292,7 @@ def test_ssim_of_flat_pictures_is_the_formula() -> None:
     """Without variance SSIM is (2 m n + c) / (m^2 + n^2 + c) with c = 0.01^2."""
     a, b = torch.full((1, 3, 16, 16), 0.5), torch.full((1, 3, 16, 16), 0.7)
     expected = (2 * 0.5 * 0.7 + 1e-4) / (0.5**2 + 0.7**2 + 1e-4)
-    assert picture_metrics.compare(b, a).ssim == pytest.approx([expected], abs=1e-6)
+    assert picture_metrics.compare(b, a).frames["ssim"] == pytest.approx([expected], abs=1e-6)
 
 
 def test_the_sheet_shows_differences_brightened_and_pixels_square() -> None:
@@ -317,8 +322,9 @@ def test_the_shipped_pipelines_draw_what_they_learned(
     psnr: seven below what was measured; INT4 in place of INT8 loses more.
     """
     loaded = load_run_config(ROOT / "configs" / config, [*overrides, "compare=[]", "targets={}"])
-    results, gallery = pictures.run_pictures(loaded, "test", lambda *_: None)
+    results, gallery = run(loaded, "test", lambda *_: None)
+    assert gallery is not None
     frames = gallery.drawn["unpatched"][0]
     assert frames[:, :, :20].mean((0, 2, 3)).tolist() == pytest.approx(top, abs=0.05)
     assert frames[:, :, -10:].mean((0, 2, 3)).tolist() == pytest.approx(bottom, abs=0.05)
-    assert results["quality"][0]["psnr"] > psnr
+    assert results["rows"][0]["metrics"]["psnr"] > psnr

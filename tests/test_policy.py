@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sage_patch.policy import AttentionSite, Plan, Policy, PolicyError, Rule, Span, resolve
 from sage_patch.recipes import Limits
@@ -154,7 +156,55 @@ def test_steps_make_variants_over_the_request() -> None:
     assert plan.choice("blocks.1.attn1", 19, 20).recipe == "exact"
     assert plan.choice("blocks.1.attn1").recipe == "qk_int8_pv_fp8"  # no step is running
     assert plan.rows()[0]["steps"] == "first 2: exact; last 10%: exact"
-    assert plan.rows()[0]["reason"] == "layout is decided here"
+    assert plan.rows()[0]["reason"] == "first 2: layout is decided here"
+
+
+INT8, FINER, ALL = "qk_int8_pv_fp8", "qk_int8_pv_fp16", Rule(recipe="exact")
+
+
+def at(steps: object, recipe: str = "exact") -> Rule:
+    return Rule(steps=Span.parse(steps), recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("rules", "shown"),
+    [
+        ([at({"first": 2}), ALL], ""),  # the last rule that matches wins
+        ([ALL, at({"first": 2})], ""),  # exact either way
+        ([ALL, at({"first": 2}, INT8)], "first 2: qk_int8_pv_fp8"),
+        ([at({"first": 2}, INT8)], ""),  # the policy's own recipe
+        ([at({"first": 4}), at({"first": 2}, INT8)], "first 4: exact; first 2: qk_int8_pv_fp8"),
+        ([at({"first": 2}, FINER), at({"first": 4})], "first 4: exact"),
+        ([at({"first": 10}, FINER), at({"first": 0.5})], "first 10: qk_int8_pv_fp16; first 50%: exact"),
+        ([at({"first": 2}), at({"first": 2})], "first 2: exact"),
+        ([at("0-1"), at({"first": 2})], "first 2: exact"),
+        ([at({"last": 0.05}, FINER), at({"first": 0.05})], "last 5%: qk_int8_pv_fp16; first 5%: exact"),
+        ([at([3, 10**90])], f"3, {10**90}: exact"),
+        ([at({"from": -3, "to": -2}), Rule(on_unsupported="error")], "-3 to -2: exact"),
+    ],
+)
+def test_only_step_rules_that_change_what_runs_are_shown(rules: list[Rule], shown: str) -> None:
+    assert stepped(*rules).rows()[0]["steps"] == shown
+
+
+@given(st.lists(st.tuples(st.sampled_from([None, 0, -1, "1-3", {"first": 2}, {"last": 0.3}, {"first": 0.5}]),
+                          st.sampled_from(["exact", INT8, FINER])), max_size=5),
+       st.integers(1, 30))  # fmt: skip
+def test_rules_that_are_not_shown_change_no_step(written: list[tuple[object, str]], num_steps: int) -> None:
+    rules = [Rule(recipe=recipe) if steps is None else at(steps, recipe) for steps, recipe in written]
+    plan = stepped(*rules)
+    shown = str(plan.rows()[0]["steps"]).split("; ")
+    less = stepped(*(r for r in rules if r.steps is None or f"{r.steps}: {r.recipe}" in shown))
+    for step in range(num_steps):
+        a, b = (p.choice("blocks.0.attn1", step, num_steps).recipe for p in (plan, less))
+        assert a == b
+
+
+def test_the_reason_of_a_rule_by_step_is_told_apart() -> None:
+    plan = stepped(Rule(recipe="exact"), Rule(steps=Span.parse(0), recipe=INT8, reason="why the steps"))
+    assert plan.rows()[0]["reason"] == "0: why the steps"
+    plan = stepped(Rule(recipe="exact", reason="base"), Rule(steps=Span.parse(0), recipe=INT8, reason="why the steps"))
+    assert plan.rows()[0]["reason"] == "base"
 
 
 def test_too_many_distinct_plans_over_the_steps_is_an_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from pathlib import Path
@@ -65,11 +66,11 @@ def test_patched_models_attend_over_the_pages(kind: str, mask: Tensor | None) ->
     expected = logits(model, IDS, attention_mask=mask)
     with sage_patch.applied(model) as handle:
         got = in_pieces(model, QuantizedCache(model.config), mask=mask)
-        assert calls(handle.stats()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
+        assert calls(handle.rows()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
     assert "qk_int8_pv_fp8 x5 (cache)" in handle.report()
     real = mask.bool() if mask is not None else torch.ones_like(IDS, dtype=torch.bool)
     assert relative_l1(got[real], expected[real]) < 0.08
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gpt_oss"])
@@ -81,14 +82,14 @@ def test_unpatched_models_get_tensors_and_the_use_is_counted(kind: str, implemen
     expected = logits(model, IDS, attention_mask=PADDED)
     got = in_pieces(model, QuantizedCache(model.config), mask=PADDED)
     assert relative_l1(got[PADDED.bool()], expected[PADDED.bool()]) < 0.08
-    assert calls(sage_patch.stats()) == {("exact", "cache_materialized"): 10}
-    assert {row["site"] for row in sage_patch.stats()} == {"QuantizedCache.0", "QuantizedCache.1"}
+    assert calls(sage_patch.rows()) == {("exact", "cache_materialized"): 10}
+    assert {row["site"] for row in sage_patch.rows()} == {"QuantizedCache.0", "QuantizedCache.1"}
 
 
 def test_the_flag_finds_the_pages_too() -> None:
     model = text_model("llama", "sage2")
     got = in_pieces(model, QuantizedCache(model.config))
-    assert calls(sage_patch.stats()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
+    assert calls(sage_patch.rows()) == {("exact", "dtype_float32"): 2, ("qk_int8_pv_fp8", "cache"): 10}
     assert relative_l1(got, logits(text_model("llama"), IDS)) < 0.08
 
 
@@ -97,7 +98,7 @@ def test_an_exact_policy_computes_exactly_on_what_the_cache_holds() -> None:
     unpatched = in_pieces(model, QuantizedCache(model.config))
     with sage_patch.applied(model, EXACT) as handle:
         got = in_pieces(model, QuantizedCache(model.config))
-        assert calls(handle.stats()) == {("exact", "policy"): 12}
+        assert calls(handle.rows()) == {("exact", "policy"): 12}
     assert scaled_difference(got, unpatched) < 1e-5
 
 
@@ -111,7 +112,7 @@ def test_calls_that_pages_cannot_run_are_exact_with_their_reason() -> None:
         wide = torch.zeros(2, 1, 2, 33)
         wide[..., 0, -1] = torch.finfo(torch.float32).min
         model(input_ids=IDS[:, 31:33], past_key_values=cache, attention_mask=wide)
-        found = calls(handle.stats())
+        found = calls(handle.rows())
     assert found == {("exact", "dtype_float32"): 2, ("exact", "output_attentions"): 2, ("exact", "mask_float"): 2}
     with sage_patch.applied(model, Policy(on_unsupported="error", quantize_fp32=True)), torch.no_grad():
         wide = torch.zeros(2, 1, 1, 34)
@@ -125,7 +126,7 @@ def test_a_device_without_kernels_stores_and_computes_exactly(monkeypatch: pytes
     monkeypatch.setattr(ops, "backend_for", lambda device: "none")
     with sage_patch.applied(model) as handle:
         got = in_pieces(model, QuantizedCache(model.config))
-        assert calls(handle.stats()) == {("exact", "dtype_float32"): 2, ("exact", "no_kernel_for_cpu"): 10}
+        assert calls(handle.rows()) == {("exact", "dtype_float32"): 2, ("exact", "no_kernel_for_cpu"): 10}
     assert scaled_difference(got, exact) < 1e-5
 
 
@@ -136,7 +137,7 @@ def test_prefill_takes_the_ordinary_path_on_the_original_values() -> None:
     with torch.no_grad():
         got = model(input_ids=IDS, past_key_values=QuantizedCache(model.config)).logits
     assert torch.equal(got, expected)
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
 
 
 def filled_layer(length: int = 40, **options: Any) -> tuple[Any, Tensor, Tensor]:
@@ -153,12 +154,12 @@ def test_a_handle_is_a_tensor_without_data_until_it_is_computed_with() -> None:
     assert k.shape == v.shape == (2, 2, 43, 16) and k.shape[-2] == 43 and k.size(1) == 2 and k.dim() == 4
     assert k.dtype == torch.float32 and k.device.type == "cpu" and not k.requires_grad and k.is_contiguous()
     assert "CachedTensor(key" in repr(k) and "CachedTensor(value" in repr(v)
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
     part = k[:, :, -5:]
     assert type(part) is Tensor and part.shape == (2, 2, 5, 16)
     assert torch.allclose(part[:, :, 2:], key[:, :, :3], atol=0.05)
     assert torch.equal(torch.cat([v, v], dim=-2)[:, :, :43], v + 0) and k.transpose(2, 3).shape == (2, 2, 16, 43)
-    assert calls(sage_patch.stats()) == {("exact", "cache_materialized"): 1}  # once for the pair
+    assert calls(sage_patch.rows()) == {("exact", "cache_materialized"): 1}  # once for the pair
     cache.update(key, value, 0)
     with pytest.raises(RuntimeError, match="kept beyond its next change"):
         cache.layers[0].keys  # noqa: B018 - a new one is fine
@@ -191,8 +192,141 @@ def test_encoder_decoder_models_take_it_for_both_attentions() -> None:
             model(encoder_outputs=encoded, decoder_input_ids=decoded[:, i : i + 3], past_key_values=cache).logits
             for i in range(0, 12, 3)
         ]
-        assert calls(handle.stats())["qk_int8_pv_fp8", "cache"] == 2 * 2 * 3
+        assert calls(handle.rows())["qk_int8_pv_fp8", "cache"] == 2 * 2 * 3
     assert relative_l1(torch.cat(steps, dim=1), expected) < 0.01
+
+
+def windowed_encoder_decoder() -> nn.Module:
+    """A T5Gemma whose decoder sees 24 tokens in its first layer."""
+    from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
+
+    sizes = dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=99, sliding_window=24, layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    config = T5GemmaConfig(encoder=dict(sizes), decoder=dict(sizes, cross_attention_hidden_size=64), vocab_size=99)
+    torch.manual_seed(0)
+    model = T5GemmaForConditionalGeneration._from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.25)
+    return model
+
+
+def test_the_decoders_window_is_not_the_encoders() -> None:
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    model = windowed_encoder_decoder()
+    ids, decoded = tokens(2, 180), tokens(2, 60, seed=1)
+    text = model.config.get_text_config(decoder=True)
+    with torch.no_grad():
+        encoded = model.get_encoder()(input_ids=ids)
+        want = model(encoder_outputs=encoded, decoder_input_ids=decoded, use_cache=False).logits
+
+        def run(cache: EncoderDecoderCache) -> Tensor:
+            out, at = [], 0
+            for n in (30, 1, 1, 12, 16):
+                piece = decoded[:, at : at + n]
+                out.append(model(encoder_outputs=encoded, decoder_input_ids=piece, past_key_values=cache).logits)
+                at += n
+            return torch.cat(out, dim=1)
+
+        for patched in (False, True):
+            errors = []
+            for cross in (DynamicCache(), QuantizedCache(model.config), QuantizedCache(text)):
+                cache = EncoderDecoderCache(QuantizedCache(model.config), cross)
+                with sage_patch.applied(model) if patched else contextlib.nullcontext():
+                    errors.append(relative_l1(run(cache), want))
+                assert cache.cross_attention_cache.layers[0].keys.shape[2] == 180
+                own = cache.self_attention_cache.layers[0]
+                assert own.keys.shape[2] == 23 and own.get_seq_length() == 60
+            assert max(errors[1:]) < 1.5 * errors[0] + 0.01, errors
+
+
+def test_a_decoders_own_keys_lose_their_past_with_the_second_update() -> None:
+    """Nothing says at the first whose keys they are. A store that was reset, or cropped, knows as little or as much."""
+    cache = QuantizedCache(windowed_encoder_decoder().config)
+    layer, key = cache.layers[0], torch.randn(1, 2, 600, 16)
+    layer.update(key, key)
+    assert layer.keys.shape[2] == 600 and layer.pages.first_token == 0
+    assert layer.get_mask_sizes(1) == (24, 577)
+    layer.update(key[:, :, :1], key[:, :, :1])
+    assert layer.keys.shape[2] == 23 and layer.pages.first_token == 512
+    layer.reset()
+    layer.update(key, key)
+    assert layer.keys.shape[2] == 600
+    layer.crop(-1)
+    assert layer.keys.shape[2] == 23 and layer.pages.first_token == 512
+    only = QuantizedCache(text_config("mistral", sliding_window=24)).layers[0]
+    only.update(key, key)
+    assert only.keys.shape[2] == 23
+
+
+@pytest.mark.parametrize(
+    "differ",
+    [
+        {"per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}}},
+        {"global_head_dim": 32},
+        {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ],
+    ids=["per layer", "by kind of layer", "heads"],
+)
+def test_layers_may_differ(differ: dict[str, Any]) -> None:
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=4,
+        intermediate_size=96, vocab_size=99, sliding_window=24, pad_token_id=0, vocab_size_per_layer_input=99,
+        hidden_size_per_layer_input=16, layer_types=["sliding_attention", "full_attention"] * 2, **differ,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma4ForCausalLM._from_config(config, attn_implementation="eager").float().eval()
+    with sage_patch.applied(model) as handle:
+        got = in_pieces(model, cache := QuantizedCache(config))
+    for site, layer in zip(handle.plan.sites, cache.layers, strict=True):
+        assert (site.num_kv_heads, site.head_dim) == (layer.pages.num_kv_heads, layer.pages.head_dim)
+    assert relative_l1(got, logits(model, IDS)) < 0.09
+    assert [layer.window for layer in cache.layers] == [24, None, 24, None]
+
+
+def test_each_layer_has_its_own_window() -> None:
+    config = text_config("mistral", sliding_window=24, per_layer_config={1: {"sliding_window": 48}})
+    assert [layer.window for layer in QuantizedCache(config).layers] == [24, 48]
+
+
+def test_too_wide_layers_are_named() -> None:
+    from transformers import Gemma4Config, Gemma4TextConfig
+
+    for config in (Gemma4TextConfig(), Gemma4Config()):
+        with pytest.raises(ValueError, match="up to 128 channels; this model has 256 and 512: use .*DynamicCache"):
+            QuantizedCache(config)
+
+
+@pytest.mark.parametrize("given", [None, {}, "llama", text_model], ids=lambda g: type(g).__name__)
+def test_what_is_no_configuration_is_refused(given: Any) -> None:
+    given = given("llama") if callable(given) else given
+    with pytest.raises(TypeError, match=rf"QuantizedCache\(model.config\); got {type(given).__name__}"):
+        QuantizedCache(given)
+    for length in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="max_cache_len must be a number of tokens or None"):
+            QuantizedCache(text_config("llama"), max_cache_len=length)
+
+
+def test_a_conversation_keeps_its_dtype() -> None:
+    cache, key, value = filled_layer()
+    message = (
+        "layer 0 .* holds torch.float32 tokens on cpu, and was given torch.bfloat16 on cpu: keep one dtype .*autocast"
+    )
+    with pytest.raises(ValueError, match=message):
+        cache.update(key.bfloat16(), value.bfloat16(), 0)
+    with pytest.raises(ValueError, match=message), torch.autocast("cpu", torch.bfloat16):
+        cache.update(key, value, 0)
+    assert cache.get_seq_length() == 40
+    cache.reset()
+    cache.update(key.bfloat16(), value.bfloat16(), 0)  # an emptied cache is as new
+    assert cache.layers[0].pages.dtype == torch.bfloat16
 
 
 def test_lengths_and_mask_sizes_are_those_of_a_dynamic_cache() -> None:
@@ -249,7 +383,7 @@ def test_batches_are_reordered_repeated_and_selected() -> None:
         more.batch_repeat_interleave(2)
         repeated = model(input_ids=step.repeat_interleave(2, 0), past_key_values=more).logits
         assert torch.allclose(repeated, plain.repeat_interleave(2, 0), atol=1e-5)
-        for index in (torch.tensor([3]), torch.tensor([False, False, False, True])):
+        for index in (torch.tensor([3]), torch.tensor([-1]), [3], torch.tensor([False, False, False, True])):
             one = copy.deepcopy(more)
             one.crop(-1)
             one.batch_select_indices(index)
@@ -335,7 +469,7 @@ def test_mixed_dtypes_of_autocast() -> None:
         cache = QuantizedCache(model.config)
         got = in_pieces(model, cache)
         assert cache.layers[0].pages.dtype == torch.bfloat16
-        assert calls(handle.stats())["qk_int8_pv_fp8", "cache"] == 10
+        assert calls(handle.rows())["qk_int8_pv_fp8", "cache"] == 10
     assert relative_l1(got.float(), expected) < 0.15
 
 
@@ -401,7 +535,7 @@ def test_a_trained_model_writes_the_same_text(trained: nn.Module, text: Tensor, 
     with sage_patch.applied(trained) as handle:
         cache = QuantizedCache(trained.config)
         got = generated(trained, prompt, cache, **options)
-        found = calls(handle.stats())
+        found = calls(handle.rows())
     assert found.pop(("exact", "dtype_float32")) == 8 and set(found) == {("qk_int8_pv_fp8", "cache")}
     assert cache.get_seq_length() == 300 + NEW - 1
     assert_same_until_a_near_tie(trained, prompt, got, want)
@@ -458,9 +592,9 @@ def test_assisted_generation_past_the_end_of_a_window() -> None:
         cache = QuantizedCache(model.config)
         with sage_patch.applied(model) as handle:
             assert generated(model, prompt, cache, **options).shape == (1, NEW)
-            assert ("exact", "cache_materialized") not in calls(handle.stats())
+            assert ("exact", "cache_materialized") not in calls(handle.rows())
         assert cache.get_seq_length() == 80 + NEW - 1
-    assert calls(sage_patch.stats()) == {}
+    assert calls(sage_patch.rows()) == {}
 
 
 @pytest.mark.parametrize("pieces", [[300, *[1] * 20], [64] * 5, [1, 319], [1, 127, 192]], ids=str)

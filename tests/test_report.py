@@ -48,7 +48,7 @@ CALIBRATION = {
               "recipe": "exact", "steps": "first 1: qk_int8_pv_fp8", "reason": "large keys | a bar"}],
 }  # fmt: skip
 EVALUATION = {
-    "schema": 1, "what": "evaluate", "complete": True, "kind": "text", "date": "2026-01-02T03:04:05+00:00",
+    "schema": 2, "what": "evaluate", "complete": True, "kind": "text", "date": "2026-01-02T03:04:05+00:00",
     "command": "sage-patch y", "environment": CALIBRATION["environment"], "config": {"model": {"path": "some/lm"}},
     "model": {"class": "LM", "device": "cpu"}, "plan": CALIBRATION["plan"],
     "rows": [
@@ -56,12 +56,12 @@ EVALUATION = {
          "agreement": 0.75}, "unavailable": {"peak_memory": "no GPU"}, "seconds": 3.5, "baseline_seconds": 2.5,
          "attention_seconds": 1.25, "peak_memory": None, "calls": [{"backend": "sm90"}],
          "fastest": {"seconds": 0.35, "attention_seconds": 0.125},
-         "baseline_fastest": {"seconds": 0.25, "attention_seconds": 0.225}},
+         "baseline_fastest": {"seconds": 0.25, "attention_seconds": 0.225}, "slowdown": 1.4},
     ],
-    "unpatched": {"metrics": {"ppl": 12.5}, "seconds": 4.25, "attention_seconds": 2.75},
+    "unpatched": {"metrics": {"ppl": 12.5}, "fastest": {"seconds": 4.25, "attention_seconds": 2.75}},
     "needle": [{"name": "unpatched", "right": 0.75, "mrr": 0.875, "agreement": 1.0},
                {"name": "policy", "right": 0.5, "mrr": 0.625, "agreement": 0.9375}],
-    "sites": [{"site": "blocks.0.attn", "recipe": "qk_int8_pv_fp8", "relative_l1": 0.0456},
+    "sites": [{"site": "blocks.0.attn", "recipe": "qk_int8_pv_fp8", "rel_l1": 0.0456},
               {"site": "blocks.1.attn", "recipe": "exact"}],
 }  # fmt: skip
 POLICY = """version: 1
@@ -270,7 +270,8 @@ def test_a_report_needs_no_torch():
 
 @pytest.mark.parametrize("text, said", [
     ("{", "is neither JSON nor"), ("[1]", "holds a list"), ('{"surprise": 1}', "is nothing that a report knows"),
-    ('{"what": "evaluate", "kind": "text", "plan": []}', "is of an evaluation that was stopped"),
+    ('{"what": "evaluate", "kind": "text", "plan": [], "complete": false}', "is of an evaluation that was stopped"),
+    ('{"schema": 1, "kind": "text", "plan": [], "quality": []}', "has the keys of an earlier release; python scripts"),
 ])  # fmt: skip
 def test_a_file_that_is_no_result_is_refused(tmp_path, text, said):
     (tmp_path / "x.json").write_text(text)

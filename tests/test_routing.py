@@ -94,7 +94,7 @@ def test_padded_decoders_run_quantized_without_a_dense_mask(kind, where, calls):
     calls.clear()
     with sage_patch.applied(model, EVERYTHING) as handle:
         got = logits(model, IDS, attention_mask=mask)
-        assert {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
+        assert {r["recipe"] for r in handle.rows()} == {"qk_int8_pv_fp8"}
     assert relative_l1(got[mask.bool()], expected[mask.bool()]) < 0.10
     assert calls.reasons(LONG_ENOUGH) == {""}
     assert calls.masks() == {{"none": "none", "hole": "padding"}.get(where, "lengths")}
@@ -226,7 +226,7 @@ def test_towers_that_split_make_one_call_a_layer(name, calls):
         with sage_patch.applied(model, policy) as handle:
             assert PACKED_NAMES["bool"] in implementations(model)
             got = zoo.outputs(model, inputs)
-            assert all(row["calls"] == 1 for row in handle.stats())
+            assert all(row["calls"] == 1 for row in handle.rows())
         for a, b in zip(got, expected, strict=True):
             assert not a.numel() or scaled_difference(a, b) < limit
     packed = [(call, options) for call, options in calls if call.varlen]
@@ -245,7 +245,7 @@ def test_short_windows_stay_exact_in_one_call(calls):
     inputs = zoo.inputs(FAMILIES["qwen3_vl_vision"], model)
     with sage_patch.applied(model, Policy(quantize_fp32=True, min_q_len=1)) as handle:
         zoo.outputs(model, inputs)
-        assert {row["reason"] for row in handle.stats()} == {"short_kv"}
+        assert {row["reason"] for row in handle.rows()} == {"short_kv"}
     assert all(call.varlen for call, _ in calls)
 
 

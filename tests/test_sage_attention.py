@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oracle import (
     HALF,
@@ -76,6 +78,7 @@ def test_all_positional_equals_all_by_keyword(recipe: str) -> None:
 # --- errors ---------------------------------------------------------------------------------------------------
 
 Q, K, V = (torch.zeros(2, 4, 6, 8) for _ in range(3))
+QKV = [Q, K, V]
 PACKED = [torch.zeros(6, 4, 8)] * 3
 CU = torch.tensor([0, 2, 6])
 ERRORS = [
@@ -121,6 +124,29 @@ ERRORS = [
     ("granularity must be one of", [Q, K, V], {"recipe": f"{DEFAULT}:granularity=row"}, ValueError),
     ('unknown variant', [Q, K, V], {"recipe": f"{DEFAULT}:smoothing=k"}, ValueError),
     ("'exact' has no variants", [Q, K, V], {"recipe": "exact:smooth=k"}, ValueError),
+    # what is no tensor, no number, no word; unusual tensors
+    *((f"{n} must be a torch.Tensor; got {type(x).__name__}", [*QKV[:i], x, *QKV[i + 1 :]], {}, TypeError)
+      for i, n in enumerate(("query", "key", "value")) for x in (None, [1.0], "x", np.zeros((2, 4, 6, 8)))),
+    *((f"{n} must be a torch.Tensor; got list", [Q, K, V], {n: [1.0]}, TypeError) for n in ("attn_mask", "sinks")),
+    ("cu_seqlens_q must be a torch.Tensor", PACKED, {"cu_seqlens_q": [0, 6], "cu_seqlens_k": CU}, TypeError),
+    ("query has dtype torch.float8_e4m3fn; float16", [Q.to(torch.float8_e4m3fn), K, V], {}, TypeError),
+    ("query must be a strided tensor; got layout torch.sparse_coo", [Q.to_sparse(), K, V], {}, ValueError),
+    ("key is a nested tensor", [Q, torch.nested.nested_tensor([K[0]]), V], {}, ValueError),
+    ("attn_mask is torch.float8_e5m2", [Q, K, V], {"attn_mask": torch.ones(6, 6).to(torch.float8_e5m2)}, ValueError),
+    ("query is on cpu but sinks is on meta", [Q, K, V], {"sinks": torch.zeros(4, device="meta")}, ValueError),
+    *((f"{n} must be a number", [Q, K, V], {n: x}, TypeError)
+      for n in ("scale", "softcap", "dropout_p") for x in ("x", [1], True, 1j, torch.ones(()))),
+    *((f"{n} must be finite", [Q, K, V], {n: x}, ValueError)
+      for n in ("scale", "softcap", "dropout_p") for x in (math.nan, math.inf, -math.inf, 10**400)),
+    *((f"{n} must be True or False", [Q, K, V], {n: x}, TypeError)
+      for n in ("is_causal", "enable_gqa", "return_lse") for x in ("no", 1, None)),
+    *(("window must be an int, a pair of ints (left, right) or None", [Q, K, V], {"window": x}, TypeError)
+      for x in ("x", 1.5, (None, 2), (1.5, 2), True, (1, 2, 3), (True, 1))),
+    *(("recipe must be a name", [Q, K, V], {"recipe": x}, TypeError) for x in (3, ["exact"], b"exact")),
+    *(("cu_seqlens_q must rise from 0 or more to at most the 6 tokens", PACKED,
+       {"cu_seqlens_q": torch.tensor(x), "cu_seqlens_k": CU}, ValueError)
+      for x in ([0, 2, 1000], [0, 5, 2], [-3, 2, 6], [0, 2, 1 << 40])),
+    ("cu_seqlens_k must rise", PACKED, {"cu_seqlens_q": CU, "cu_seqlens_k": CU + 1}, ValueError),
 ]  # fmt: skip
 
 
@@ -131,6 +157,51 @@ def test_errors_name_the_argument(words: str, tensors: list, options: dict, kind
         sage_attention(*tensors, **options)
     assert words.replace('"qk_int8"', "'qk_int8'") in str(caught.value)
     assert not ops.counts()
+
+
+def test_numbers_of_numpy_and_the_default_recipe_by_none() -> None:
+    """What is a number is taken, whoever made it; None is the default recipe."""
+    q, k, v = qkv(1, 2, 20, 200, 32)
+    for numpy, plain in (
+        (dict(window=np.int64(3)), dict(window=3)),
+        (dict(window=(np.int32(3), np.int64(-1))), dict(window=(3, -1))),
+        (dict(scale=np.float32(0.25), softcap=np.float64(4)), dict(scale=0.25, softcap=4.0)),
+        (dict(is_causal=np.bool_(True), dropout_p=np.float32(0)), dict(is_causal=True)),
+    ):
+        for recipe in ({}, dict(recipe="exact")):
+            assert torch.equal(sage_attention(q, k, v, **recipe, **numpy), sage_attention(q, k, v, **recipe, **plain))
+    assert torch.equal(sage_attention(q, k, v, recipe=None), sage_attention(q, k, v))
+    assert {key.reason for key in ops.counts()} == {"", "policy"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [([0, 1000, 5], [0, 10, 10]), ([5, 2, 10], [5, 5, 10]), ([-3, 4, 10], [0, 4, 10]), ([0, 4, 1 << 30], [0, 4, 10])],
+)
+def test_lengths_that_cannot_be_read_are_made_to_fit(given: list[int], meant: list[int], dtype: torch.dtype) -> None:
+    """Inside a graph, as on a GPU, nothing waits for values: they are clamped, and never lead outside of the tensor."""
+
+    def call(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+        return sage_attention(x, x, x, cu_seqlens_q=cu, cu_seqlens_k=cu, recipe=DEFAULT)
+
+    x = normal(10, 2, 32)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, torch.tensor(given, dtype=dtype)), call(x, torch.tensor(meant, dtype=dtype)))
+
+
+def test_a_fake_tensor_beside_a_real_one_is_named() -> None:
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.zeros(2, 4, 6, 8))
+    with pytest.raises(ValueError, match="key is a fake tensor but query holds values"):
+        sage_attention(Q, fake, V)
+
+
+@pytest.mark.parametrize("recipe", ["exact", "sage2", DEFAULT])
+def test_meta_tensors_give_shapes(recipe: str) -> None:
+    x = torch.empty(1, 2, 150, 64, device="meta")
+    out, lse = sage_attention(x, x, x, recipe=recipe, return_lse=True)
+    assert out.shape == x.shape and out.device.type == "meta" and lse.shape == (1, 2, 150)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES, MOST_FUNCTION_LINES = 500, 120
 LONGER_FILES: dict[str, str] = {}
 LONGER_FUNCTIONS = {
-    "cuda_kernels/fwd_sm90.cuh:attention": "a kernel whose warps take three roles around one ring of tiles",
     "cuda_kernels/pages_append.cu:append": "a kernel of few phases over one scratch in shared memory",
     "cuda_kernels/pages_attend.cu:attend": "a kernel whose ring of pages and softmax share registers",
     "cuda_kernels/quantize.cu:quantize_kv": "a kernel of few phases over one scratch in shared memory",

@@ -51,6 +51,21 @@ def test_function_modes_are_seen() -> None:
         assert torch_private.function_modes()[-1] is mode
 
 
+def test_the_forward_of_an_autograd_function_is_told() -> None:
+    seen = []
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append(torch_private.forward_mode_is_on())
+            return x.clone()
+
+    Function.apply(torch.zeros(1, requires_grad=True))
+    with torch.no_grad():
+        seen.append(torch_private.forward_mode_is_on())
+    assert seen == [False, True]
+
+
 def test_trees_are_mapped() -> None:
     assert torch_private.tree_map_only(int, lambda x: x + 1, (1, {"a": 2.5, "b": [3]})) == (2, {"a": 2.5, "b": [4]})
 

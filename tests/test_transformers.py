@@ -69,7 +69,7 @@ def test_quantized_stays_close_and_is_counted(kind, overrides, mask):
     expected = logits(model, IDS, attention_mask=mask)
     with sage_patch.applied(model, EVERYTHING) as handle:
         got = logits(model, IDS, attention_mask=mask)
-        assert {(r["recipe"], r["calls"]) for r in handle.stats()} == {("qk_int8_pv_fp8", 1)}
+        assert {(r["recipe"], r["calls"]) for r in handle.rows()} == {("qk_int8_pv_fp8", 1)}
     real = mask.bool() if mask is not None else torch.ones_like(IDS, dtype=torch.bool)
     assert torch.isfinite(got).all()
     assert relative_l1(got[real], expected[real]) < 0.10
@@ -121,7 +121,7 @@ def test_generation_is_the_same_under_the_exact_policy(way, kind, overrides):
     expected = generated(model, ids, **options)
     with sage_patch.applied(model, EXACT) as handle:
         assert torch.equal(generated(model, ids, **options), expected)
-        assert handle.stats()
+        assert handle.rows()
     assert torch.equal(generated(model, ids, **options), expected)
 
 
@@ -131,7 +131,7 @@ def test_quantized_generation_runs_prefill_and_says_why_decode_is_exact(way):
     policy = Policy(quantize_fp32=True, min_q_len=2, min_kv_len=1)
     with sage_patch.applied(model, policy) as handle:
         generated(model, IDS[:1], **GENERATION[way])
-        seen = {(r["recipe"], r["reason"]) for r in handle.stats()}
+        seen = {(r["recipe"], r["reason"]) for r in handle.rows()}
     assert ("qk_int8_pv_fp8", "") in seen
     assert seen <= {("qk_int8_pv_fp8", ""), ("exact", "decode")}
     assert way == "prompt-lookup" or ("exact", "decode") in seen
@@ -179,8 +179,8 @@ def test_cross_attention_and_learned_position_bias():
             with sage_patch.applied(model, EVERYTHING) as handle:
                 assert relative_l1(model(**inputs).logits, expected) < 0.10
                 assert sorted(s.role for s in handle.plan.sites) == ["cross"] * 2 + ["self"] * 4
-                assert len(handle.stats()) == sites
-                assert {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
+                assert len(handle.rows()) == sites
+                assert {r["recipe"] for r in handle.rows()} == {"qk_int8_pv_fp8"}
 
 
 def test_output_attentions_returns_the_weights_of_eager():
@@ -189,7 +189,7 @@ def test_output_attentions_returns_the_weights_of_eager():
         expected = model(IDS, attention_mask=LEFT_PADDING, output_attentions=True).attentions
         with sage_patch.applied(model, EVERYTHING) as handle:
             got = model(IDS, attention_mask=LEFT_PADDING, output_attentions=True).attentions
-            assert {r["reason"] for r in handle.stats()} == {"output_attentions"}
+            assert {r["reason"] for r in handle.rows()} == {"output_attentions"}
     assert len(got) == len(expected) == 2
     assert torch.allclose(got[0][:1, :, 5:], expected[0][:1, :, 5:], atol=1e-6)
 
@@ -200,7 +200,7 @@ def test_autocast_mixed_dtypes_follow_autocast():
         expected = model(IDS, use_cache=False).logits
         with sage_patch.applied(model, Policy(min_q_len=1, min_kv_len=1)) as handle:
             got = model(IDS, use_cache=False).logits
-            assert {(r["recipe"], r["reason"]) for r in handle.stats()} == {("qk_int8_pv_fp8", "")}
+            assert {(r["recipe"], r["reason"]) for r in handle.rows()} == {("qk_int8_pv_fp8", "")}
     assert got.dtype == expected.dtype
     assert relative_l1(got.float(), expected.float()) < 0.10
 
@@ -211,7 +211,7 @@ def test_float32_is_exact_unless_asked_and_the_report_says_so():
     with sage_patch.applied(model, Policy(min_q_len=1, min_kv_len=1)) as handle:
         for _ in range(5):
             assert torch.equal(logits(model, IDS), expected)
-        assert {(r["reason"], r["calls"]) for r in handle.stats()} == {("dtype_float32", 5)}
+        assert {(r["reason"], r["calls"]) for r in handle.rows()} == {("dtype_float32", 5)}
 
 
 def test_short_calls_go_exact_by_default():
@@ -221,7 +221,7 @@ def test_short_calls_go_exact_by_default():
     with sage_patch.applied(model, Policy(quantize_fp32=True)) as handle:
         assert torch.equal(logits(model, short), expected)
         logits(model, long)
-        assert {(r["recipe"], r["reason"]) for r in handle.stats()} == {
+        assert {(r["recipe"], r["reason"]) for r in handle.rows()} == {
             ("exact", "short_kv"),
             ("qk_int8_pv_fp8", ""),
         }
@@ -249,7 +249,7 @@ def test_gradients_are_those_of_the_unpatched_model(kind, overrides):
     expected = gradients(model)
     with sage_patch.applied(model, EVERYTHING) as handle:
         got = gradients(model)
-        assert {r["reason"] for r in handle.stats()} == {"needs_grad"}
+        assert {r["reason"] for r in handle.rows()} == {"needs_grad"}
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.allclose(got[name], gradient, rtol=1e-3, atol=1e-5 * float(gradient.abs().max() + 1)), name
@@ -260,5 +260,5 @@ def test_dropout_in_training_is_kept():
     model.train()
     with torch.no_grad(), sage_patch.applied(model, EVERYTHING) as handle:
         first, second = model(IDS).logits, model(IDS).logits
-        assert {r["reason"] for r in handle.stats()} == {"dropout"}
+        assert {r["reason"] for r in handle.rows()} == {"dropout"}
     assert not torch.equal(first, second)

@@ -56,7 +56,7 @@ def test_unknown_argument_reaches_the_original_function(monkeypatch):
     model = text_model()
     with sage_patch.applied(model, EVERYTHING) as handle:
         logits(model, IDS, foo=1)
-        assert {(r["recipe"], r["reason"]) for r in handle.stats()} == {("exact", "argument_foo")}
+        assert {(r["recipe"], r["reason"]) for r in handle.rows()} == {("exact", "argument_foo")}
     assert received["foo"] == 1 and received["scaling"] == 0.25
 
 
@@ -101,7 +101,7 @@ def test_flag_at_load_and_set_later_without_apply():
     model = text_model(attn_implementation="sage2")
     reference = logits(text_model(), IDS)
     assert torch.equal(logits(model, IDS), reference)  # float32: exact, counted
-    assert {(r["site"], r["reason"]) for r in sage_patch.stats()} == {
+    assert {(r["site"], r["reason"]) for r in sage_patch.rows()} == {
         ("LlamaAttention.0", "dtype_float32"),
         ("LlamaAttention.1", "dtype_float32"),
     }
@@ -110,7 +110,7 @@ def test_flag_at_load_and_set_later_without_apply():
     long = tokens(1, 300)
     later.to(torch.bfloat16)
     logits(later, long)
-    assert ("qk_int8_pv_fp8", "") in {(r["recipe"], r["reason"]) for r in sage_patch.stats()}
+    assert ("qk_int8_pv_fp8", "") in {(r["recipe"], r["reason"]) for r in sage_patch.rows()}
 
 
 def test_import_is_light_and_the_flag_works_in_a_fresh_process(tmp_path):
@@ -195,4 +195,4 @@ def test_flag_survives_full_graph_compile_with_masks():
     for mask in (None, padding):
         eager = logits(model, ids, attention_mask=mask, use_cache=False)
         assert torch.equal(logits(compiled, ids, attention_mask=mask, use_cache=False), eager)
-    assert {(r["site"], r["recipe"], r["calls"]) for r in sage_patch.stats()} >= {("*", "qk_int8_pv_fp8", 4)}
+    assert {(r["site"], r["recipe"], r["calls"]) for r in sage_patch.rows()} >= {("*", "qk_int8_pv_fp8", 4)}

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from oracle import attention, measure, qkv
 from sage_patch.config import load_run_config
-from sage_patch.evaluation.ablation import capture
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.recipes import parse_recipe
 from sage_patch.reference.attention import quantized_attention
@@ -25,6 +24,7 @@ from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import tile_image
 from sage_patch.reference.quantize import subtract_mean, subtract_significant_mean
 from sage_patch.reference.visibility import Visibility
+from tiny import captured
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16", "qk_int4_pv_fp8", "qk_int4_pv_fp16")
@@ -57,8 +57,7 @@ def _captured() -> Iterator[Sample]:
     model, tokenizer = load_text_model(load_run_config(ROOT / "configs/tiny.yaml").model)
     text = (ROOT / "tests/assets/heldout.txt").read_text()[:6000]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :384]
-    for kept in capture(model, lambda m: m(ids, use_cache=False), "lm-tiny-d128")[::2]:
-        call = kept.call
+    for call in captured(model, lambda: model(ids, use_cache=False))[::2]:
         assert call.right == 0 and call.left in (None, -1) and call.attn_mask is None
         assert call.scale == pytest.approx(call.query.shape[-1] ** -0.5)
         yield Sample(call.query.bfloat16(), call.key.bfloat16(), call.value.bfloat16(), True)

@@ -5,11 +5,15 @@ Beside tests/families, which sweeps every family of transformers: here are the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from sage_patch import applied
+from sage_patch.evaluation.calls import capturing
+from sage_patch.kernels import ops
 from sage_patch.policy import Policy
 
 EVERYTHING = Policy(quantize_fp32=True, min_q_len=1, min_kv_len=1)  # quantize whatever a recipe can
@@ -69,3 +73,10 @@ def scaled_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def relative_l1(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().sum() / b.abs().sum())
+
+
+def captured(model: nn.Module, run: Callable[[], Any], **options: Any) -> list[ops.ObservedCall]:
+    """Q, K and V of the attention calls while `run` uses the model exact. options: those of `calls.capturing`."""
+    with applied(model, EXACT), capturing("a test", **options) as kept:
+        run()
+    return kept.calls

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from sage_patch.errors import SagePatchError
-from sage_patch.evaluation.ablation import Captured, attend
-from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
+from sage_patch.evaluation.calls import compute
+from sage_patch.evaluation.metrics import errors, relative_l1
 from sage_patch.kernels import ops
 from sage_patch.kernels.plain import visibility_of
 from sage_patch.reference.quantize import hide, key_groups, quantize_int, query_groups, subtract_mean
 
-# What a map is drawn of: the naive and the repaired INT4 differ in smoothing alone.
+# What a map is drawn of: the two INT4 differ in smoothing alone.
 SHOWN = {
     "exact": "exact",
     "INT4, no smoothing": "qk_int4_pv_fp8:smooth=none",
     "INT4, Q and K smoothed": "qk_int4_pv_fp8",
     "INT8, K smoothed": "qk_int8_pv_fp8",
 }
-NAIVE, REPAIRED = SHOWN["INT4, no smoothing"], SHOWN["INT4, Q and K smoothed"]
+NAIVE = SHOWN["INT4, no smoothing"]
 BINS = 96
 UNIT = 1e-5  # maps are stored in whole numbers of it
 TILE = 128  # tokens in the tile whose groups are shown
@@ -34,7 +34,7 @@ class AnatomyError(SagePatchError, ValueError):
     """The site or head that was asked for is not among the captured ones; the message names those."""
 
 
-def anatomy(calls: list[Captured], site: str | None = None, head: int | None = None) -> dict[str, Any]:
+def anatomy(calls: list[ops.ObservedCall], site: str | None = None, head: int | None = None) -> dict[str, Any]:
     """What anatomy.json holds of one model.
 
     site, head: which to show; left out, the head whose output INT4 without smoothing damages most, among all calls.
@@ -45,38 +45,34 @@ def anatomy(calls: list[Captured], site: str | None = None, head: int | None = N
     scale in a tile. Raises AnatomyError.
     """
     captured, chosen, why = _choose(calls, site, head)
-    call = _one_head(captured.call, chosen)
+    call = _one_head(captured, chosen)
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     key_bins, query_bins = _bins(kv_len), _bins(q_len)
     # A V that holds a one in the column of its token's bin makes the operator itself add up the attention of a bin.
     counting = call._replace(value=torch.nn.functional.one_hot(key_bins).float()[None, None])
-    rows = {name: attend(counting, recipe)[0, 0] for name, recipe in SHOWN.items()}
-    exact_out = attend(call, "exact")
-    errors = []
-    for name, recipe in SHOWN.items():
-        out = exact_out if recipe == "exact" else attend(call, recipe)
-        errors.append(
-            {
-                "name": name,
-                "recipe": recipe,
-                "misplaced": float((rows[name] - rows["exact"]).abs().sum(-1).mean() / 2),
-                "cosine": cosine(out, exact_out),
-                "relative_l1": relative_l1(out, exact_out),
-                "worst_row": worst_row(out, exact_out),
-            }
-        )
+    rows = {name: compute(counting, recipe)[0, 0] for name, recipe in SHOWN.items()}
+    exact_out = compute(call, "exact")
+    found = [
+        {
+            "name": name,
+            "recipe": recipe,
+            "misplaced": float((rows[name] - rows["exact"]).abs().sum(-1).mean() / 2),
+            **errors(exact_out if recipe == "exact" else compute(call, recipe), exact_out),
+        }
+        for name, recipe in SHOWN.items()
+    ]
     return {
         "site": call.site,
         "head": chosen,
-        "heads": captured.call.query.shape[1],
+        "heads": captured.query.shape[1],
         "chosen": why,
         "q_len": q_len,
         "kv_len": kv_len,
         "head_dim": call.query.shape[3],
         "causal": call.right == 0,
         "unit": UNIT,
-        "maps": {name: _lines(_mean_rows(found, query_bins)) for name, found in rows.items()},
-        "errors": errors,
+        "maps": {name: _lines(_mean_rows(rows_of, query_bins)) for name, rows_of in rows.items()},
+        "errors": found,
         "key": _key(call),
         "groups": groups(),
     }
@@ -97,18 +93,18 @@ def groups() -> dict[str, Any]:
     }
 
 
-def _choose(calls: list[Captured], site: str | None, head: int | None) -> tuple[Captured, int, str]:
+def _choose(calls: list[ops.ObservedCall], site: str | None, head: int | None) -> tuple[ops.ObservedCall, int, str]:
     """(call, head, why): as asked for, or what INT4 without smoothing damages most."""
-    names = list(dict.fromkeys(c.call.site for c in calls))
+    names = list(dict.fromkeys(c.site for c in calls))
     if site is not None and site not in names:
         raise AnatomyError(f"no captured call of site {site!r}; captured were {', '.join(names)}")
-    own = [c for c in calls if site in (None, c.call.site)]
-    heads = max(c.call.query.shape[1] for c in own)
+    own = [c for c in calls if site in (None, c.site)]
+    heads = max(c.query.shape[1] for c in own)
     if head is not None and not 0 <= head < heads:
         raise AnatomyError(f"head {head} is not among 0 to {heads - 1}")
     worst, found = -1.0, (own[0], 0)
     for captured in own:
-        exact, naive = attend(captured.call, "exact")[0], attend(captured.call, NAIVE)[0]
+        exact, naive = compute(captured, "exact")[0], compute(captured, NAIVE)[0]
         for h in range(exact.shape[0]) if head is None else [head]:
             error = relative_l1(naive[h], exact[h])
             if error > worst:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ from sage_patch.kernels.stopwatch import Stopwatch
 
 @dataclass
 class Cost:
-    """What a pass over the windows or pictures took, a value each. attention: None where it could not be seen."""
+    """What a pass over the windows or pictures took, a value each. attention: None where it could not be seen.
+
+    step_seconds: of denoising steps, where the pipeline tells when they end.
+    """
 
     seconds: list[float] = field(default_factory=list)
     attention: list[float | None] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     peak_memory: int | None = None
 
     @property
@@ -32,20 +37,20 @@ class Cost:
     def row(self) -> dict[str, Any]:
         """The pass as results hold it."""
         return {
-            "unavailable": self.why_not(),
             "seconds": sum(self.seconds),
             "attention_seconds": self.attention_seconds,
+            "seconds_per_step": median(self.step_seconds) if self.step_seconds else None,
             "peak_memory": self.peak_memory,
             "fastest": self.fastest(),
         }
 
-    def fastest(self, count: int | None = None) -> dict[str, float | None]:
-        """seconds and attention_seconds of one window or picture, the least of the first `count`.
+    def fastest(self) -> dict[str, float | None]:
+        """seconds and attention_seconds of one window or picture, the least of all.
 
         What else runs on a machine can only add to a time, so the least one is the one to compare.
         """
-        seen = [a for a in self.attention[:count] if a is not None]
-        return {"seconds": min(self.seconds[:count]), "attention_seconds": min(seen) if seen else None}
+        seen = [a for a in self.attention if a is not None]
+        return {"seconds": min(self.seconds), "attention_seconds": min(seen) if seen else None}
 
     def why_not(self) -> dict[str, str]:
         """The reason of every figure that is None."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import os
 import platform
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
+from sage_patch import __version__
 from sage_patch.attention import UnsupportedCall, sage_attention
 from sage_patch.evaluation.metrics import relative_l1
 from sage_patch.kernels import ops
@@ -29,10 +33,31 @@ PACKAGES = (
 )
 
 
+RESULTS_SCHEMA = 2  # of results.json and the like; 1 had other keys for `run` and `evaluate`
+
+
+def record(command: str, config: BaseModel | None = None) -> dict[str, Any]:
+    """What every results file begins with: when, by which command, where and with which configuration."""
+    head: dict[str, Any] = {
+        "schema": RESULTS_SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "environment": environment(),
+    }
+    return head if config is None else head | {"config": near(config.model_dump(mode="json", exclude_none=True))}
+
+
+def near(value: Any) -> Any:
+    """Paths inside the current folder relative to it, so that results can be shared and compared."""
+    if isinstance(value, dict):
+        return {k: near(v) for k, v in value.items()}
+    return value.removeprefix(f"{Path.cwd()}/") if isinstance(value, str) else value
+
+
 def environment() -> dict[str, Any]:
     """Versions of everything that takes part, the processor, and the CUDA devices with their capability."""
     return {
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": versions(PACKAGES),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
@@ -95,15 +120,21 @@ def _attention_in_float64(query: torch.Tensor, key: torch.Tensor, value: torch.T
     return scores.softmax(-1) @ v
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        if package == "sage-patch":
-            from sage_patch import __version__
+def machine_name(facts: dict[str, Any], device: str) -> str:
+    """The card or processor behind a device, of `environment()`'s facts."""
+    kind, _, index = device.partition(":")
+    return str((facts["cuda"]["devices"][int(index or 0)] if kind == "cuda" else facts["cpu"])["name"])
 
-            return f"{__version__} (not installed)"
-        return None
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """The installed version of each package, None where it is not installed."""
+    found: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = f"{__version__} (not installed)" if name == "sage-patch" else None
+    return found
 
 
 def _cpu_name() -> str:

@@ -1,16 +1,17 @@
 """Measure any number of policies on one task, each against the same unpatched model with equal seeds.
 
-A judge loads the model once and holds the unpatched model's answers, so that a calibration can try many policies. Text
-tasks compare next-token distributions over windows and greedy continuations, picture tasks compare frames.
+A judge loads the model once and holds the unpatched model's answers in bounded memory, so that many policies can be
+tried. Text tasks compare next-token distributions over windows and greedy continuations, picture tasks frames.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
@@ -21,42 +22,89 @@ from sage_patch.evaluation import metrics, picture_metrics
 from sage_patch.evaluation.costs import Cost, measuring
 from sage_patch.evaluation.drawing import Drawer
 from sage_patch.evaluation.models import ModelError, load_pipeline, load_text_model
-from sage_patch.evaluation.text import Progress, encode_prompt, forward_logits, generate_greedy, text_windows
+from sage_patch.evaluation.text_model import (
+    Continuation,
+    encode_prompt,
+    forward_logits,
+    generate_greedy,
+    module_outputs,
+    text_windows,
+)
 from sage_patch.patch import applied, model_hash, plan
 from sage_patch.policy import Plan, Policy
 from sage_patch.recipes import LADDER as LADDER
 from sage_patch.schema import PictureTask, RunConfig, TextTask
 
-_UNAVAILABLE = "unavailable: "  # what stands before a reason that takes a figure's place
-_KEPT_LOGITS = 4 << 30  # bytes of the unpatched model's logits; those of later windows are computed again
+Progress = Callable[[str, int, int], None]  # (what is going on, steps done, steps in all)
+POLICY = "policy"  # the name of a configuration's own policy among the measured ones
+UNPATCHED = "unpatched"
+KEPT_BYTES = 4 << 30  # of the unpatched model's answers; those of later windows are computed again
+_CALL = ("site", "recipe", "backend", "reason", "calls")  # a row of Handle.rows()
+_NOT_FINITE = "not a number: the patched model's output is not finite"
 
 
 @dataclass(frozen=True)
 class Measured:
     """One policy on the task, against the unpatched model with equal seeds.
 
-    metrics, of text: kl (nats a token, mean), top1 (share), ppl, ppl_change (relative), agreement (greedy tokens
-    before the first difference, share); of pictures: psnr, worst_psnr (dB, infinite where equal), ssim, worst_ssim,
-    ms_ssim, worst_ms_ssim, and temporal_error of clips. A metric that does not exist here is absent, its reason in
-    `unavailable`. seconds, attention_seconds: of the patched windows or pictures alone; baseline_seconds: the unpatched
-    model's for the same ones. peak_memory: bytes. calls: Handle.stats() over them. each: the figures of every window or
-    picture. prompt_calls: Handle.stats() of a text task's continuations; short prompts run exact and then test nothing.
-    fastest, baseline_fastest: seconds and attention_seconds of the fastest window or picture, patched and unpatched: on
-    a machine that does other work too, the ones to compare.
+    metrics: by the keys of figures.FIGURES, and worst_x beside the mean x of pictures; one that does not exist here is
+    absent, its reason in `unavailable`. seconds, attention_seconds: of the patched windows or pictures alone;
+    baseline_seconds: the unpatched model's. peak_memory: bytes. seconds_per_step: median over all denoising steps, None
+    if they are not told. fastest, baseline_fastest: seconds and attention_seconds of the fastest window or picture,
+    patched and unpatched: on a machine that does other work too, the ones to compare; slowdown is their ratio. calls:
+    Handle.rows() over the windows or pictures. prompt_calls: over a text task's continuations; short prompts run exact
+    and then test nothing. each: the figures of every window or picture. texts: the continuations. outputs: errors of
+    every site's output on the first window, with what it inherits from the layers before it. took: seconds with
+    everything around. frames: [F, 3, H, W] of every picture; not in results.
     """
 
     name: str
+    recipe: str
     metrics: dict[str, float]
     unavailable: dict[str, str]
     seconds: float
     baseline_seconds: float
     attention_seconds: float | None
+    seconds_per_step: float | None
     peak_memory: int | None
+    fastest: dict[str, float | None]
+    baseline_fastest: dict[str, float | None]
+    slowdown: float
     calls: list[dict[str, Any]]
-    each: list[dict[str, Any]] = field(default_factory=list)
     prompt_calls: list[dict[str, Any]] = field(default_factory=list)
-    fastest: dict[str, float | None] = field(default_factory=dict)
-    baseline_fastest: dict[str, float | None] = field(default_factory=dict)
+    each: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    took: float = 0.0
+    frames: list[Tensor] = field(default_factory=list, repr=False)
+
+    def row(self) -> dict[str, Any]:
+        """As results hold it."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "frames"}
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Measured:
+        """What `row` gave, read back from JSON, which has null for the infinite PSNR of equal pictures."""
+        return cls(**row | {"metrics": {k: math.inf if v is None else v for k, v in row["metrics"].items()}})
+
+    @property
+    def exact_sites(self) -> dict[str, str]:
+        """The reason of every site of which no call ran quantized."""
+        quantized = {row["site"] for row in self.calls if row["recipe"] != "exact"}
+        return {row["site"]: row["reason"] for row in self.calls if row["site"] not in quantized | {"*"}}
+
+
+@dataclass
+class _Trial:
+    """A policy while it is measured on windows."""
+
+    name: str
+    policy: Policy
+    cost: Cost = field(default_factory=Cost)
+    comparison: metrics.TextComparison = field(default_factory=metrics.TextComparison)
+    calls: Counter[tuple[str, ...]] = field(default_factory=Counter)  # by all of _CALL but the last
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    took: float = 0.0
 
 
 class Judge(ABC):
@@ -67,9 +115,11 @@ class Judge(ABC):
         self.kind: str = config.task.kind
         self.model = model
         self.progress = progress
-        self.has_steps = plan(model, Policy()).has_steps  # also the first check that there are sites at all
+        resolved = plan(model, Policy())  # also the first check that there are sites at all
+        self.sites, self.has_steps = resolved.sites, resolved.has_steps
         self.num_steps = config.task.steps if isinstance(config.task, PictureTask) else None
         self.model_hash = model_hash(model)
+        self._cost = Cost()
 
     def plan(self, policy: Policy) -> Plan:
         """The policy resolved against the model's sites; raises PolicyError if it does not fit."""
@@ -88,26 +138,55 @@ class Judge(ABC):
     def baseline(self) -> None:
         """Compute the unpatched model's answers, unless they are there."""
 
-    @abstractmethod
     def baseline_facts(self) -> dict[str, Any]:
-        """The unpatched model on the whole task: metrics, unavailable, seconds, attention_seconds, peak_memory."""
+        """The unpatched model on the whole task, as results hold it."""
+        self.baseline()
+        return {"metrics": {}, "unavailable": self._cost.why_not(), **self._cost.row()}
+
+    def measure(self, name: str, policy: Policy) -> Measured:
+        """One policy on the task. Raises PolicyError if it does not fit."""
+        return self.measure_all({name: policy})[0]
 
     @abstractmethod
-    def measure(self, name: str, policy: Policy, share: float = 1.0) -> Measured:
-        """The policy on the task. share below 1: on the first windows or pictures alone, at least one of them."""
+    def measure_all(self, policies: Mapping[str, Policy]) -> list[Measured]:
+        """Policies by name on the task, those of a language model window by window, under like conditions."""
 
     @abstractmethod
     def run_exact(self, jobs: int = 1) -> None:
         """Run the first windows or pictures patched with `exact`, so that observers of the operator see every call."""
 
+    def _measured(
+        self, name: str, policy: Policy, cost: Cost, figures: dict[str, float], reasons: dict[str, str], **more: Any
+    ) -> Measured:
+        """A figure that is not a number is unavailable."""
+        lost = {key: _NOT_FINITE for key, value in figures.items() if math.isnan(value)}
+        own, base = cost.row(), self._cost.row()
+        return Measured(
+            name=name,
+            recipe=policy.recipe,
+            metrics={key: value for key, value in figures.items() if key not in lost},
+            unavailable=reasons | lost | cost.why_not(),
+            baseline_seconds=base["seconds"],
+            baseline_fastest=base["fastest"],
+            slowdown=own["fastest"]["seconds"] / base["fastest"]["seconds"],
+            **own,
+            **more,
+        )
 
-def judge_for(config: RunConfig, progress: Progress) -> Judge:
-    """The judge of the configuration's task, its model loaded. Raises ModelError, PatchError or OwnAttentionError."""
+
+def judge_for(config: RunConfig, progress: Progress, kept_bytes: int = KEPT_BYTES) -> Judge:
+    """The judge of the configuration's task, its model loaded.
+
+    kept_bytes: what of a language model's unpatched answers may be kept for later policies. Raises ModelError,
+    PatchError or OwnAttentionError.
+    """
     if config.model.meta:
         raise ModelError("model.meta gives a model without weights, which only `plan` can use; measuring needs weights")
     torch.manual_seed(config.seed)
-    progress("loading the model", 0, 1)
-    judge: Judge = TextJudge(config, progress) if config.task.kind == "text" else PictureJudge(config, progress)
+    once = ", which is converted to transformers' format the first time (under a minute)" if config.model.gguf else ""
+    progress(f"loading the model{once}", 0, 1)
+    text = config.task.kind == "text"
+    judge: Judge = TextJudge(config, progress, kept_bytes) if text else PictureJudge(config, progress)
     progress("loading the model", 1, 1)
     return judge
 
@@ -115,16 +194,16 @@ def judge_for(config: RunConfig, progress: Progress) -> Judge:
 class TextJudge(Judge):
     """Windows of real text for the distributions, the task's prompts for the greedy continuations."""
 
-    def __init__(self, config: RunConfig, progress: Progress):
+    def __init__(self, config: RunConfig, progress: Progress, kept_bytes: int = KEPT_BYTES):
         assert isinstance(config.task, TextTask)
         self.task = config.task
         model, self.tokenizer = load_text_model(config.model)
         super().__init__(config, model, progress)
         self.windows = text_windows(self.tokenizer, self.task, model)
         self._prompts = [encode_prompt(self.tokenizer, prompt) for prompt in self.task.prompts]
-        self._logits: dict[int, Tensor] = {}
-        self._cost: Cost | None = None
-        self._texts: list[list[int]] = []
+        self._room = kept_bytes
+        self._kept: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._texts: list[Continuation] = []
         self._nll: list[float] = []
 
     @property
@@ -141,57 +220,65 @@ class TextJudge(Judge):
 
     @torch.no_grad()
     def baseline(self) -> None:
-        if self._cost is not None:
-            return
-        forward_logits(self.model, self.windows[0][:32])  # the first call of a process is slower than the others
-        cost, kept = Cost(), 0
-        for number, tokens in enumerate(self.windows):
-            self.progress("unpatched, windows", number, len(self.windows))
-            with measuring(self.device, cost, patched=False):
-                logits, _ = forward_logits(self.model, tokens)
-            kept += logits.numel() * 4
-            self._nll.append(metrics.ExactWindow(logits, tokens).nll)
-            if kept <= _KEPT_LOGITS:
-                self._logits[number] = logits.float().cpu()
-        self._texts = [self._continue(inputs, "unpatched, prompts") for inputs in self._prompts]
-        self._cost = cost
+        for number in range(len(self._cost.seconds), len(self.windows)):
+            self.progress(f"windows, {UNPATCHED}", number, len(self.windows))
+            self._answer(number)
+        if not self._texts:
+            self._texts = self._continue(UNPATCHED)
 
     def baseline_facts(self) -> dict[str, Any]:
-        self.baseline()
-        assert self._cost is not None
-        return {"metrics": {"ppl": math.exp(fmean(self._nll))}, **self._cost.row()}
+        facts = super().baseline_facts()
+        prompts = [
+            {"prompt": prompt, "prompt_tokens": inputs["input_ids"].shape[1], **text.row()}
+            for prompt, inputs, text in zip(self.task.prompts, self._prompts, self._texts, strict=True)
+        ]
+        return facts | {"metrics": {"ppl": math.exp(fmean(self._nll))}, "texts": prompts}
 
     @torch.no_grad()
-    def measure(self, name: str, policy: Policy, share: float = 1.0) -> Measured:
-        self.plan(policy)  # an error here costs no computation
-        self.baseline()
-        assert self._cost is not None
-        windows = self.windows[: _first(share, len(self.windows))]
-        comparison, cost = metrics.TextComparison(), Cost()
-        calls: Counter[tuple[str, str, str, str]] = Counter()
-        for number, tokens in enumerate(windows):
-            self.progress(f"{name}, windows", number, len(windows))
-            with applied(self.model, policy) as handle, measuring(self.device, cost, patched=True):
-                logits, _ = forward_logits(self.model, tokens)
-            comparison.add(logits, self._exact_window(number))  # after it, so that its memory is not counted
-            for row in handle.stats():
-                calls[row["site"], row["recipe"], row["backend"], row["reason"]] += row["calls"]
-        with applied(self.model, policy) as handle:
-            prompts = self._prompts[: _first(share, len(self._prompts))]
-            texts = [self._continue(inputs, f"{name}, prompts") for inputs in prompts]
-        one = ("windows", "kl_2se", "delta_nll_2se") if len(windows) == 1 else ("windows",)  # no spread of one
-        figures = {k: v for k, v in comparison.summary().items() if k not in one}
-        figures["agreement"] = fmean(map(metrics.greedy_agreement, texts, self._texts[: len(texts)]))
-        each = [
-            {"kl": kl, "top1": top1, "nll": nll, "nll_exact": nll_exact}
-            for kl, top1, nll, nll_exact in zip(
-                comparison.kl, comparison.top1, comparison.nll, comparison.nll_exact, strict=True
-            )
-        ]
-        rows = [
-            dict(zip(("site", "recipe", "backend", "reason", "calls"), (*k, n), strict=True)) for k, n in calls.items()
-        ]
-        return replace(_measured(name, figures, {}, cost, self._cost, rows, each), prompt_calls=handle.stats())
+    def measure_all(self, policies: Mapping[str, Policy]) -> list[Measured]:
+        trials = [_Trial(name, policy) for name, policy in policies.items()]
+        for trial in trials:
+            self.plan(trial.policy)  # an error here costs no computation
+        total = len(self.windows) * len(trials)
+        for number in range(len(self.windows)):
+            answer = self._answer(number)
+            for i, trial in enumerate(trials):
+                self.progress(f"windows, {trial.name}", number * len(trials) + i, total)
+                self._compare(trial, number, *answer)
+        self.baseline()  # what is left of it
+        return [self._finish(trial) for trial in trials]
+
+    def _compare(self, trial: _Trial, number: int, exact: Tensor, exact_outputs: dict[str, Tensor]) -> None:
+        begun, tokens = time.monotonic(), self.windows[number]
+        with applied(self.model, trial.policy) as handle, module_outputs(self.model, exact_outputs) as outputs:
+            with measuring(self.device, trial.cost, patched=True):
+                logits = forward_logits(self.model, tokens)
+        # After the forward pass, so that its memory is not counted.
+        trial.comparison.add(logits, metrics.ExactWindow(exact.to(self.device), tokens))
+        for row in handle.rows():
+            trial.calls[tuple(row[name] for name in _CALL[:-1])] += row["calls"]
+        trial.outputs += [{"site": n} | metrics.errors(outputs[n], exact_outputs[n]) for n in outputs]
+        trial.took += time.monotonic() - begun
+
+    def _finish(self, trial: _Trial) -> Measured:
+        """Continue the prompts, and put together all that was measured."""
+        begun = time.monotonic()
+        with applied(self.model, trial.policy) as handle:
+            texts = self._continue(trial.name)
+        agreements = [metrics.greedy_agreement(a.tokens, e.tokens) for a, e in zip(texts, self._texts, strict=True)]
+        return self._measured(
+            trial.name,
+            trial.policy,
+            trial.cost,
+            trial.comparison.summary() | {"agreement": fmean(agreements)},
+            {},
+            calls=[dict(zip(_CALL, (*key, n), strict=True)) for key, n in trial.calls.items()],
+            prompt_calls=handle.rows(),
+            each=trial.comparison.rows(),
+            texts=[text.row() | {"agreement": same} for text, same in zip(texts, agreements, strict=True)],
+            outputs=trial.outputs,
+            took=trial.took + time.monotonic() - begun,
+        )
 
     @torch.no_grad()
     def run_exact(self, jobs: int = 1) -> None:
@@ -199,15 +286,38 @@ class TextJudge(Judge):
             for tokens in self.windows[:jobs]:
                 forward_logits(self.model, tokens)
 
-    def _exact_window(self, number: int) -> metrics.ExactWindow:
-        tokens = self.windows[number]
-        kept = self._logits.get(number)
-        logits = forward_logits(self.model, tokens)[0] if kept is None else kept.to(self.device)
-        return metrics.ExactWindow(logits, tokens)
+    def _answer(self, number: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The unpatched model's logits of a window and, of the first, the outputs of its sites; both on the CPU.
 
-    def _continue(self, inputs: Any, label: str) -> list[int]:
-        budget = self.task.max_new_tokens
-        return generate_greedy(self.model, self.tokenizer, inputs, budget, lambda n: self.progress(label, n, budget))[0]
+        Kept as far as there is room; timed the first time.
+        """
+        if number in self._kept:
+            return self._kept[number]
+        tokens, first = self.windows[number], number == len(self._cost.seconds)
+        if first and number == 0:
+            forward_logits(self.model, tokens[:32])  # the first call of a process is slower than the others
+        with module_outputs(self.model, [s.name for s in self.sites] if number == 0 else []) as outputs:
+            with measuring(self.device, self._cost if first else Cost(), patched=False):
+                logits = forward_logits(self.model, tokens)
+        if first:
+            self._nll.append(metrics.ExactWindow(logits, tokens).nll)
+        answer = logits.float().cpu(), outputs
+        size = sum(t.numel() * t.element_size() for t in (answer[0], *outputs.values()))
+        if size <= self._room:
+            self._room -= size
+            self._kept[number] = answer
+        return answer
+
+    def _continue(self, name: str) -> list[Continuation]:
+        """Every prompt's greedy continuation by the model as it is."""
+        budget, total = self.task.max_new_tokens, self.task.max_new_tokens * len(self._prompts)
+        return [
+            generate_greedy(
+                self.model, self.tokenizer, inputs, budget,
+                lambda n, at=i * budget: self.progress(f"prompts, {name}", at + n, total),  # type: ignore[misc]
+            )
+            for i, inputs in enumerate(self._prompts)
+        ]  # fmt: skip
 
 
 class PictureJudge(Judge):
@@ -217,74 +327,58 @@ class PictureJudge(Judge):
         assert isinstance(config.task, PictureTask)
         missing = picture_metrics.missing_library()
         if missing is not None:
-            raise ModelError(missing)  # before the work, not after it
+            raise ModelError(missing)
         self.task = config.task
         self.jobs = [(p, seed) for p in self.task.prompts for seed in self.task.seeds or [config.seed]]
         super().__init__(config, load_pipeline(config.model), progress)
         self._drawer = Drawer(self.model, config.model, self.task)
-        self._drawn: list[Tensor] = []
-        self._cost: Cost | None = None
+        self._frames: list[Tensor] = []
 
     @property
     def device(self) -> torch.device:
         return torch.device(self.model.device)
 
     def facts(self) -> dict[str, Any]:
+        patched = {site.name.partition(".")[0] for site in self.sites}
         parts = {name: part for name, part in self.model.components.items() if isinstance(part, nn.Module)}
         return {
             "class": type(self.model).__name__,
+            "denoisers": {name: type(part).__name__ for name, part in parts.items() if name in patched},
             "parameters": sum(p.numel() for part in parts.values() for p in part.parameters()),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": str(self.device),
         }
 
     def baseline(self) -> None:
-        if self._cost is not None:
-            return
-        # The first call of a process is slower than the others.
-        self._drawer.draw(*self.jobs[0], tick=lambda step: None, steps=min(2, self.task.steps))
-        cost = Cost()
-        self._drawn = self._draw("unpatched", len(self.jobs), cost, patched=False)
-        self._cost = cost
+        if not self._frames:
+            # The first call of a process is slower than the others.
+            self._drawer.draw(*self.jobs[0], tick=lambda step: None, steps=min(2, self.task.steps))
+            self._frames = self._draw(UNPATCHED, len(self.jobs), self._cost, patched=False)
 
-    def baseline_facts(self) -> dict[str, Any]:
-        self.baseline()
-        assert self._cost is not None
-        return {"metrics": {}, **self._cost.row()}
-
-    def drawn_exact(self) -> list[Tensor]:
+    @property
+    def frames(self) -> list[Tensor]:
         """The unpatched model's frames [F, 3, H, W] of every job."""
         self.baseline()
-        return self._drawn
+        return self._frames
 
-    def measure(self, name: str, policy: Policy, share: float = 1.0) -> Measured:
-        return self.measure_drawn(name, policy, share)[0]
-
-    def measure_drawn(self, name: str, policy: Policy, share: float = 1.0) -> tuple[Measured, list[Tensor]]:
-        """`measure`, and the patched frames of every job."""
-        self.plan(policy)  # an error here costs no computation
+    def measure_all(self, policies: Mapping[str, Policy]) -> list[Measured]:
+        for policy in policies.values():
+            self.plan(policy)  # an error here costs no computation
         self.baseline()
-        assert self._cost is not None
-        cost = Cost()
+        return [self._try(name, policy) for name, policy in policies.items()]
+
+    def _try(self, name: str, policy: Policy) -> Measured:
+        begun, cost = time.monotonic(), Cost()
         with applied(self.model, policy) as handle:
-            drawn = self._draw(name, _first(share, len(self.jobs)), cost, patched=True)
-        pairs = list(zip(drawn, self._drawn, strict=False))
-        compared = [picture_metrics.compare(a, e) for a, e in pairs]
-        figures, unavailable = _apart(picture_metrics.summary(compared))
-        each: list[dict[str, Any]] = [
-            {"prompt": prompt, "seed": seed, "psnr": c.psnr, "ssim": c.ssim, "ms_ssim": c.ms_ssim}
-            for (prompt, seed), c in zip(self.jobs, compared, strict=False)
+            drawn = self._draw(name, len(self.jobs), cost, patched=True)
+        compared = [picture_metrics.compare(a, e, self.kind) for a, e in zip(drawn, self._frames, strict=True)]
+        figures, reasons = picture_metrics.summary(compared)
+        each = [
+            {"prompt": prompt, "seed": seed, "metrics": picture_metrics.summary([c])[0], "frames": c.frames}
+            for (prompt, seed), c in zip(self.jobs, compared, strict=True)
         ]
-        if self.kind == "video":
-            errors = [picture_metrics.temporal_error(a, e) for a, e in pairs]
-            each = [row | {"temporal_error": error} for row, error in zip(each, errors, strict=True)]
-            reasons = [e for e in errors if isinstance(e, str)]
-            if reasons:
-                unavailable["temporal_error"] = reasons[0].removeprefix(_UNAVAILABLE)
-            else:
-                figures["temporal_error"] = fmean(e for e in errors if not isinstance(e, str))
-        measured = _measured(name, figures, unavailable, cost, self._cost, handle.stats(), each)
-        return measured, drawn
+        more = {"calls": handle.rows(), "each": each, "frames": drawn, "took": time.monotonic() - begun}
+        return self._measured(name, policy, cost, figures, reasons, **more)
 
     def run_exact(self, jobs: int = 1) -> None:
         with applied(self.model, Policy(recipe="exact")):
@@ -293,58 +387,14 @@ class PictureJudge(Judge):
     def _draw(self, name: str, count: int, cost: Cost, patched: bool) -> list[Tensor]:
         """The frames of the first `count` jobs."""
         torch.manual_seed(self.config.seed)  # for what a pipeline draws beside its own generator
-        total, drawn = count * self.task.steps, []
+        total, frames = count * self.task.steps, []
         for number, (prompt, seed) in enumerate(self.jobs[:count]):
             before = number * self.task.steps
-            self.progress(f"{name}, pictures", before, total)
-            tick: Callable[[int], None] = lambda n, at=before: self.progress(f"{name}, pictures", at + n, total)  # type: ignore[misc]  # noqa: E731
+            self.progress(f"pictures, {name}", before, total)
+            tick: Callable[[int], None] = lambda n, at=before: self.progress(f"pictures, {name}", at + n, total)  # type: ignore[misc]  # noqa: E731
             with measuring(self.device, cost, patched):
-                frames = self._drawer.draw(prompt, seed, tick).frames
-            drawn.append(frames)
-        self.progress(f"{name}, pictures", total, total)
-        return drawn
-
-
-def _first(share: float, total: int) -> int:
-    """How many of `total` a share is, at least one. ValueError for a share that is none."""
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be more than 0 and at most 1; got {share!r}")
-    return max(1, math.floor(share * total + 1e-9))
-
-
-def _measured(
-    name: str,
-    figures: dict[str, float],
-    unavailable: dict[str, str],
-    cost: Cost,
-    baseline: Cost,
-    calls: list[dict[str, Any]],
-    each: list[dict[str, Any]],
-) -> Measured:
-    """The row of one policy; the baseline's seconds are of the same first windows or pictures."""
-    return Measured(
-        name=name,
-        metrics=figures,
-        unavailable=unavailable | cost.why_not(),
-        seconds=sum(cost.seconds),
-        baseline_seconds=sum(baseline.seconds[: len(cost.seconds)]),
-        attention_seconds=cost.attention_seconds,
-        peak_memory=cost.peak_memory,
-        calls=calls,
-        each=each,
-        fastest=cost.fastest(),
-        baseline_fastest=baseline.fastest(len(cost.seconds)),
-    )
-
-
-def _apart(summary: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """(figures, reasons) of a summary in which a reason may stand for a figure; the worst of x is called worst_x."""
-    figures: dict[str, float] = {}
-    reasons: dict[str, str] = {}
-    for key, value in summary.items():
-        name = f"worst_{key.removesuffix('_worst')}" if key.endswith("_worst") else key
-        if isinstance(value, str):
-            reasons[name] = value.removeprefix(_UNAVAILABLE)
-        else:
-            figures[name] = value
-    return figures, reasons
+                drawn = self._drawer.draw(prompt, seed, tick)
+            cost.step_seconds += drawn.step_seconds
+            frames.append(drawn.frames)
+        self.progress(f"pictures, {name}", total, total)
+        return frames

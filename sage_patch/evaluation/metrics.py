@@ -39,6 +39,15 @@ def worst_row(actual: Tensor, exact: Tensor) -> float:
     return float(ratio.max())
 
 
+def errors(actual: Tensor, exact: Tensor) -> dict[str, float]:
+    """The errors of an attention output as results hold them: cosine, rel_l1 and worst_row."""
+    return {
+        "cosine": cosine(actual, exact),
+        "rel_l1": relative_l1(actual, exact),
+        "worst_row": worst_row(actual, exact),
+    }
+
+
 def sqnr(actual: Tensor, exact: Tensor) -> float:
     """Signal to quantization noise, 10 log10(sum e^2 / sum (a - e)^2), in dB; infinite where equal."""
     noise = (actual.double() - exact.double()).square().sum()
@@ -126,6 +135,11 @@ class TextComparison:
         self.logit_cosine.append(dot / (math.sqrt(square) * exact.norm))
         self.logit_rel_l1.append(error / exact.l1)
 
+    def rows(self) -> list[dict[str, float]]:
+        """The figures of every window by itself."""
+        named = {"kl": self.kl, "top1": self.top1, "nll": self.nll, "nll_exact": self.nll_exact}
+        return [dict(zip(named, values, strict=True)) for values in zip(*named.values(), strict=True)]
+
     def summary(self) -> dict[str, float]:
         """Means over the windows: kl (nats a token), top1 (share), ppl and ppl_exact, ppl_change (relative).
 
@@ -135,7 +149,6 @@ class TextComparison:
         deltas = [q - p for q, p in zip(self.nll, self.nll_exact, strict=True)]
         ppl, ppl_exact = math.exp(fmean(self.nll)), math.exp(fmean(self.nll_exact))
         return {
-            "windows": len(self.kl),
             "kl": fmean(self.kl),
             "kl_2se": _two_standard_errors(self.kl),
             "top1": fmean(self.top1),

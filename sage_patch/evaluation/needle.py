@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from sage_patch.evaluation.models import ModelError
 
 LENGTHS = (256, 512, 1024)  # tokens, those that the model can read
-DEPTHS = (0.0, 0.5, 1.0)  # where the number stands: 0 before the text, 1 behind it
 _FACT, _AFTER = "\n\nThe secret number is", ". Remember it: it will be asked for.\n\n"
 _QUESTION = "\n\nWhat is the secret number? The secret number is"
 

@@ -1,8 +1,7 @@
-"""Results -> tables for people: in the terminal with colours, as Markdown everywhere else. From the same rows."""
+"""Tables for people: in the terminal with colours, as Markdown everywhere else. And files that appear whole."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -91,122 +90,6 @@ def plan_table(rows: list[dict[str, Any]]) -> Table:
     return Table(f"Plan: {len(rows)} attention sites", columns, tuple(lines))
 
 
-def run_tables(results: dict[str, Any]) -> list[Table]:
-    """The tables of a text run: what ran where, the quality, the targets, the two texts."""
-    return [_ran(results), _quality(results), *targets_tables(results), _texts(results)]
-
-
-def write_results(folder: Path, results: dict[str, Any], tables: list[Table]) -> list[Path]:
-    """results.json and results.md in the folder; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    facts = results["environment"]["packages"]
-    library = "transformers" if results["kind"] == "text" else "diffusers"
-    kind, _, index = results["model"]["device"].partition(":")
-    cards = results["environment"]["cuda"]["devices"]
-    machine = (cards[int(index or 0)] if kind == "cuda" else results["environment"]["cpu"])["name"]
-    head = (
-        f"# {results['model']['class']}, {results['model']['parameters'] / 1e6:.1f} M parameters, "
-        f"{results['model']['dtype']} on {results['model']['device']}\n\n"
-        f"{results['date']}, {results['seconds']:.0f} s, `{results['command']}`, "
-        f"{machine}, torch {facts['torch']}, {library} {facts[library]}\n\n"
-    )
-    files = [folder / "results.json", folder / "results.md"]
-    write_whole(files[0], json.dumps(plain(results), indent=1, allow_nan=False) + "\n")
-    write_whole(files[1], head + "\n".join(t.markdown() for t in tables))
-    return files
-
-
-def _ran(results: dict[str, Any]) -> Table:
-    """What the policy did in both parts of the run: the windows and the generation."""
-    windows = next(q for q in results["quality"] if q["name"] == "policy")
-    errors = {s["name"]: s for s in windows["sites"]}
-    parts = {"windows": by_site(windows["calls"]), "prompts": by_site(results["generation"]["calls"])}
-    rows = []
-    for row in results["plan"]:
-        ran = {part: calls_text(sites.get(row["name"], [])) for part, sites in parts.items()}
-        rows.append(row | ran | {"rel_l1": errors.get(row["name"], {}).get("rel_l1")})
-    shown = ("role", "heads", "kv_heads", "head_dim", "recipe", "reason", *parts)
-    lines = []
-    for names, count, row in grouped(rows, lambda r: tuple(r[k] for k in shown)):
-        worst = max(
-            (r["rel_l1"] for r in rows if r["rel_l1"] is not None and all(r[k] == row[k] for k in shown)), default=None
-        )
-        lines.append(
-            (names, str(count), row["role"], heads_text(row), row["recipe"], row["reason"], row["windows"],
-             row["prompts"], "" if worst is None else f"{worst:.4f}")
-        )  # fmt: skip
-    columns = (
-        "<sites", "count", "<role", "<heads", "<policy", "<reason", "<ran on windows", "<ran on prompts", "rel L1"
-    )  # fmt: skip
-    note = (
-        "Calls are for each site. Exact calls carry their reason: decode is one new token against the cache, short_q "
-        "and short_kv are calls too short to gain. rel L1 is the largest error of these sites' outputs on the first "
-        "window, with what they inherit from the layers before them."
-    )
-    if any(c["backend"] == "reference" for c in windows["calls"]):
-        note += (
-            " The reference backend (plain PyTorch) computed the quantized calls: the same numerics as the kernels, "
-            "slower than the unpatched model. Speed needs a GPU."
-        )
-    return Table("What ran where, under the policy", columns, tuple(lines), note)
-
-
-def _quality(results: dict[str, Any]) -> Table:
-    text = results["text"]
-    columns = (
-        "<measured", "mean KL", "top-1", "ppl", "change", "ΔNLL ±2 s.e.", "logit L1", "site L1", "seconds"
-    )  # fmt: skip
-    base = results["quality"][0]["ppl_exact"]
-    unpatched = ("unpatched", "0", "1", f"{base:.3f}", "", "", "", "", f"{results['exact_seconds_per_window']:.2f}")
-    lines = [unpatched]
-    for q in results["quality"]:
-        name = q["recipe"] if q["name"] != "policy" else f"policy ({q['recipe']})"
-        worst = max((s["rel_l1"] for s in q["sites"]), default=float("nan"))
-        lines.append(
-            (name, f"{q['kl']:.5f}", f"{q['top1']:.4f}", f"{q['ppl']:.3f}", f"{100 * q['ppl_change']:+.2f}%",
-             f"{q['delta_nll']:+.4f} ±{q['delta_nll_2se']:.4f}", f"{q['logit_rel_l1']:.4f}", f"{worst:.4f}",
-             f"{q['seconds_per_window']:.2f}")
-        )  # fmt: skip
-    note = (
-        f"Over {text['windows']} paired windows of {text['window_tokens']} tokens. KL is KL(unpatched || patched) in "
-        "nats a token, top-1 the share of tokens whose likeliest successor is the same. Perplexity (ppl) alone is "
-        "blind: errors cancel in it, and a ΔNLL within its 2 s.e. is not told from zero. logit L1 and site L1 are "
-        "relative L1 errors, of the logits and of the worst site on the first window; seconds are for one window."
-    )
-    return Table("Quality against the unpatched model", columns, tuple(lines), note)
-
-
-def targets_tables(results: dict[str, Any]) -> list[Table]:
-    """The targets with their values, if the run has any."""
-    if not results["targets"]:
-        return []
-    lines = [
-        (t["name"], t["what"], f"{t['bound']:g}", _target_value(t["value"]), "met" if t["met"] else "MISSED")
-        for t in results["targets"]
-    ]  # fmt: skip
-    return [Table("Targets", ("<measured", "<what", "bound", "value", "<result"), tuple(lines))]
-
-
-def _target_value(value: float | str | None) -> str:
-    """Read back from JSON, an infinite value is None."""
-    return value if isinstance(value, str) else "inf" if value is None else f"{value:.5f}"
-
-
-def _texts(results: dict[str, Any]) -> Table:
-    lines = []
-    for row in results["generation"]["prompts"]:
-        exact, policy = row["exact"], row["policy"]
-        prompt = row["prompt"].strip()
-        lines.append(
-            (prompt if len(prompt) <= 100 else f"{prompt[:80].rstrip()} ... ({row['prompt_tokens']} tokens)",
-             exact["text"].strip(), policy["text"].strip(), f"{row['agreement']:.2f}",
-             f"{exact['tokens_per_second']:.1f} / {policy['tokens_per_second']:.1f}")
-        )  # fmt: skip
-    columns = ("<prompt", "<unpatched", "<policy", "agreement", "tokens/s")
-    note = "Greedy. Agreement is the share of tokens before the first difference."
-    return Table("Generated text, side by side", columns, tuple(lines), note)
-
-
 def grouped(rows: list[dict[str, Any]], key: Any) -> list[tuple[str, int, dict[str, Any]]]:
     """(names, count, first row) of the rows that share a key and a name up to its numbers, in first-seen order."""
     groups: dict[Any, list[dict[str, Any]]] = {}
@@ -236,13 +119,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([n])
     return ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-
-
-def by_site(calls: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for call in calls:
-        found.setdefault(call["site"], []).append(call)
-    return found
 
 
 def calls_text(calls: list[dict[str, Any]]) -> str:

@@ -29,6 +29,7 @@ NAMES: dict[MaskStyle, str] = {"implicit": NAME, "bool": "sage2_bool_masks", "fl
 # under a name that contains "flash", one call for each under any other. Set by apply() only, and only where that is
 # all that such a name changes.
 PACKED_NAMES: dict[MaskStyle, str] = {style: name + "_flash" for style, name in NAMES.items()}
+OUR_NAMES = frozenset([*NAMES.values(), *PACKED_NAMES.values()])
 
 
 def mask_styles(found: list[tuple[AttentionSite, nn.Module]]) -> dict[int, MaskStyle]:
@@ -61,6 +62,24 @@ def config_copies(model: nn.Module, styles: dict[int, MaskStyle]) -> list[tuple[
     for _, _, original, copied in found:
         _set_implementation(original, copied, styles, packed)
     return found
+
+
+def give_names_back(model: nn.Module, originals: dict[int, str], default: str) -> None:
+    """Undo the names on a model whose configurations are copies already: a copy of a patched model. originals: the
+    implementation before apply() by the id of a configuration that sites hold; default: of the others."""
+    from transformers import PretrainedConfig
+
+    def visit(config: Any) -> None:
+        if config._attn_implementation_internal in OUR_NAMES:
+            config._attn_implementation_internal = originals.get(id(config), default)
+        for key in getattr(config, "sub_configs", {}):
+            if getattr(config, key, None) is not None:
+                visit(getattr(config, key))
+
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, PretrainedConfig):
+                visit(value)
 
 
 def _packed_configs(model: nn.Module) -> set[int]:

@@ -6,6 +6,8 @@ stored, and how, is in sage_patch/pages.py; what update returns is in cached.py.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 
 from sage_patch.dispatch import unify
 from sage_patch.integrations.quantized_cache_calls import Reading
-from sage_patch.integrations.sites import FLAG_PREFIX
+from sage_patch.integrations.tags import FLAG_PREFIX
 from sage_patch.pages import Pages
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -31,23 +33,32 @@ class QuantizedCache(Cache):
     "cache_materialized" in sage_patch.stats().
 
     config: the model's. max_cache_len: allocate the layers without a window for this many tokens at once, and refuse
-    more; None: grow as needed. Raises ValueError for models whose layers it cannot hold.
+    more; None: grow as needed. Of an encoder-decoder model, either half of an EncoderDecoderCache may be one. Raises
+    TypeError for what is no configuration, ValueError for models whose layers it cannot hold.
     """
 
     layers: list[QuantizedCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, config: PretrainedConfig, max_cache_len: int | None = None):
+        if not isinstance(config, PretrainedConfig):
+            raise TypeError(
+                "QuantizedCache takes a model's configuration: QuantizedCache(model.config); "
+                f"got {type(config).__name__}"
+            )
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
+            raise ValueError(f"max_cache_len must be a number of tokens or None; got {max_cache_len!r}")
         text = config.get_text_config(decoder=True)
-        layer_types, settings = get_layer_types_and_kwargs(text)
+        layer_types, configs = _layers_of(text)
         others = sorted(set(layer_types) - {"full_attention", *_WINDOWED})
         if others:
             raise ValueError(
                 f"QuantizedCache holds attention layers; this model has {', '.join(others)}: {_USE_DYNAMIC}"
             )
-        _check_heads(text)
+        _check_heads(configs)
+        crosses = any(_has_encoder(c) for c in (config, text))
         layers: list[Any] = [
-            QuantizedCacheLayer(i, settings["sliding_window"] if kind in _WINDOWED else None, max_cache_len)
-            for i, kind in enumerate(layer_types)
+            QuantizedCacheLayer(i, _window_of(kind, c), max_cache_len, crosses)
+            for i, (kind, c) in enumerate(zip(layer_types, configs, strict=True))
         ]
         super().__init__(layers=layers)
 
@@ -63,13 +74,22 @@ class QuantizedCache(Cache):
 
 
 class QuantizedCacheLayer(CacheLayerMixin):
-    """One layer of a QuantizedCache. pages: its store, from the first update on."""
+    """One layer of a QuantizedCache. pages: its store, from the first update on.
+
+    may_cross: the model also attends to an encoder, and nothing says whether this layer holds the decoder's keys or
+    the encoder's, to which the decoder's window means nothing. A second update, which only the decoder's have, tells;
+    until then nothing is dropped.
+    """
 
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, layer_idx: int, window: int | None = None, max_cache_len: int | None = None):
+    def __init__(
+        self, layer_idx: int, window: int | None = None, max_cache_len: int | None = None, may_cross: bool = False
+    ):
         # Not the base's: it sets keys and values, which are read from the pages here.
+        self.may_cross = may_cross and window is not None
+        self._is_decoder = not self.may_cross
         self.layer_idx, self.window, self.max_cache_len = layer_idx, window, max_cache_len
         self.is_sliding = window is not None
         self.is_initialized = False
@@ -79,11 +99,11 @@ class QuantizedCacheLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """The stored keys, dequantized when computed with; None before the first update."""
-        return self._read(self._first_seen()).handles()[0] if self.pages is not None else None
+        return self._read(self._first_held()).handles()[0] if self.pages is not None else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return self._read(self._first_seen()).handles()[1] if self.pages is not None else None
+        return self._read(self._first_held()).handles()[1] if self.pages is not None else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make an empty store for tensors like these. Raises ValueError for those it cannot hold."""
@@ -125,7 +145,10 @@ class QuantizedCacheLayer(CacheLayerMixin):
         if self.pages is None or (empty and not _fits(self.pages, key)):
             self.lazy_initialization(key, value)
         assert self.pages is not None
-        self.pages.keep_past = self.record_past
+        if not empty:
+            self._check_place(key)
+            self._is_decoder = True
+        self.pages.keep_past = self.record_past or not self._is_decoder
         self.pages.append(key, value)
         return (key_states, value_states) if empty else self._read(first).handles()
 
@@ -143,6 +166,7 @@ class QuantizedCacheLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length - first, first
 
     def reset(self) -> None:
+        self._is_decoder = not self.may_cross
         if self.pages is not None:
             self.pages.reset()
 
@@ -151,6 +175,7 @@ class QuantizedCacheLayer(CacheLayerMixin):
         for old callers. See Pages.crop."""
         if self.pages is None:
             return
+        self._is_decoder = True
         tokens_to_remove = int(tokens_to_remove)  # assisted decoding counts on the device
         count = max(0, self.pages.length - tokens_to_remove) if tokens_to_remove > 0 else -tokens_to_remove
         self.pages.crop(count)
@@ -167,9 +192,9 @@ class QuantizedCacheLayer(CacheLayerMixin):
         if self.get_seq_length() and self.pages is not None:
             self.pages.repeat(repeats)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
         if self.get_seq_length() and self.pages is not None:
-            self.pages.select(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+            self.pages.select(indices)
 
     def offload(self) -> None:
         raise NotImplementedError("QuantizedCache cannot be offloaded; use transformers.DynamicCache(offloading=True)")
@@ -180,6 +205,21 @@ class QuantizedCacheLayer(CacheLayerMixin):
     def _first_seen(self) -> int:
         """Position of the first token that the next token's query sees."""
         return 0 if self.window is None else max(0, self.get_seq_length() - self.window + 1)
+
+    def _first_held(self) -> int:
+        """Position of the first token that an attention which never adds any sees: all, or what the window holds."""
+        return self._first_seen() if self._is_decoder else 0
+
+    def _check_place(self, key: Tensor) -> None:
+        """Raise ValueError for a dtype or device that is not that of what the layer holds."""
+        assert self.pages is not None
+        held, given = (self.pages.dtype, self.pages.tail.device), (key.dtype, key.device)
+        if held != given:
+            raise ValueError(
+                f"layer {self.layer_idx} of this QuantizedCache holds {held[0]} tokens on {held[1]}, and was given "
+                f"{given[0]} on {given[1]}: keep one dtype and device for a whole conversation (autocast for "
+                "all of its calls, or for none), or begin it with a new cache, or use transformers.DynamicCache"
+            )
 
     def _read(self, first: int) -> Reading:
         assert self.pages is not None
@@ -192,11 +232,41 @@ def _fits(pages: Pages, key: Tensor) -> bool:
     return found == (pages.batch, pages.num_kv_heads, pages.head_dim, pages.dtype, pages.device)
 
 
-def _check_heads(config: PretrainedConfig) -> None:
-    """Raise ValueError for head dimensions that the configuration already shows to be too much."""
-    if getattr(config, "kv_lora_rank", None):
+def _layers_of(config: PretrainedConfig) -> tuple[list[str], list[PretrainedConfig]]:
+    """(kind, configuration) of every layer that has keys of its own; layers may differ in any setting."""
+    shared = copy.copy(config)
+    shared.allow_global_per_layer_attribute_access = True  # for windows, which are asked of each layer below
+    kinds, _ = get_layer_types_and_kwargs(shared)
+    differ = getattr(config, "is_heterogeneous", False)
+    return kinds, [config.per_layer_config[i] if differ else config for i in range(len(kinds))]
+
+
+def _window_of(kind: str, config: PretrainedConfig) -> int | None:
+    """How many tokens a query of the layer sees, its own included; None: all."""
+    if kind not in _WINDOWED:
+        return None
+    return config.sliding_window if kind == "sliding_attention" else config.attention_chunk_size
+
+
+def _has_encoder(config: PretrainedConfig) -> bool:
+    names = ("is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size")
+    return any(getattr(config, name, None) for name in names)
+
+
+def _check_heads(configs: list[PretrainedConfig]) -> None:
+    """Raise ValueError for heads that the layers' configurations already show to be too much."""
+    if any(getattr(config, "kv_lora_rank", None) for config in configs):
         raise ValueError(f"QuantizedCache does not hold compressed (latent) keys and values: {_USE_DYNAMIC}")
+    wide = sorted({width for config in configs if (width := _head_dim(config)) > 128})
+    if wide:
+        raise ValueError(
+            "QuantizedCache holds heads of up to 128 channels; this model has "
+            f"{' and '.join(map(str, wide))}: {_USE_DYNAMIC}"
+        )
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    """0 where the configuration does not tell."""
     heads = getattr(config, "num_attention_heads", None)
     head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
-    if isinstance(head_dim, int) and head_dim > 128:
-        raise ValueError(f"QuantizedCache holds heads of up to 128 channels; this model has {head_dim}: {_USE_DYNAMIC}")
+    return head_dim if isinstance(head_dim, int) else 0

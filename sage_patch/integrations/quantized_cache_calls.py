@@ -15,7 +15,7 @@ from torch import Tensor
 from sage_patch.args import PageArgs
 from sage_patch.dispatch import UnsupportedCall, attend_pages, scale_for, tick
 from sage_patch.integrations.masks import MaskPattern, pattern_of
-from sage_patch.integrations.sites import SiteTag
+from sage_patch.integrations.tags import SiteTag
 from sage_patch.kernels.torch_private import tree_map_only
 from sage_patch.pages import Pages
 

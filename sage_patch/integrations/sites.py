@@ -1,99 +1,82 @@
-"""Find the attention sites of any nn.Module, and the tag that a patched site carries.
+"""Find the attention sites of any nn.Module.
 
-A site of a transformers model is a module whose class looks its attention function up in transformers' registry.
-Modules are recognised by duck typing and by their source, never by a list of model names.
+A site is a module whose class looks its attention function up in transformers' registry ("routed"), or one whose own
+code, or whose processor's, calls attention in a way that can be exchanged (see intercept.py). Modules are recognised by
+duck typing and by their source, never by a list of model names.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from sage_patch.integrations.source import MaskStyle, is_routed
-from sage_patch.policy import AttentionSite
-from sage_patch.recipes import Limits, Recipe
+from sage_patch.integrations import diffusers
+from sage_patch.integrations.intercept import carriers_of
+from sage_patch.integrations.rebind import package_of
+from sage_patch.integrations.source import is_routed
+from sage_patch.integrations.tags import TAG
+from sage_patch.policy import AttentionSite, Role
 
-TAG = "_sage_patch"  # attribute of a patched site module
-FLAG_PREFIX = "flag/"  # counter keys of calls that come from attn_implementation="sage2" without apply()
-COPY_PREFIX = "copy/"  # counter keys of deep copies of a patched model
-_COPY_REFUSAL = (
-    "the recipe of {!r} depends on the denoising step, which a copy of a patched model is not told; "
-    "copy the model before apply(), then apply to the copy"
-)
+# What wrappers put into the names of the modules inside them: torch.compile of a block, FSDP, checkpointing.
+_WRAPPER_NAMES = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 @dataclass(frozen=True)
-class SiteTag:
-    """What the attention function needs to know about the module that calls it.
+class Site:
+    """An attention site and its module. carriers: the objects that get an intercepting class; none if it is routed."""
 
-    key: counter key of this site; group: counter key of its whole model, used inside compiled graphs, where a
-    string per layer would make every layer a graph of its own. original: the implementation before apply().
-    style: what the masks of this module's model look like, and so what no mask means. refusal: why the site cannot run
-    now, "" if it can. by_step: the recipe holds for the denoising step that is running only.
-    """
+    site: AttentionSite
+    module: nn.Module
+    carriers: tuple[Any, ...] = ()
 
-    key: str
-    group: str
-    recipe: Recipe
-    on_unsupported: Literal["exact", "error"]
-    limits: Limits
-    original: str
-    style: MaskStyle
-    exact_reason: str = "policy"
-    refusal: str = ""
-    by_step: bool = False
+    @property
+    def name(self) -> str:
+        return self.site.name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or unpickled model keeps its plan and counts apart from the original: it has no handle, and so
-        nobody who tells it the denoising step."""
-        site = self.key.partition("/")[2]
-        refusal = _COPY_REFUSAL.format(site) if self.by_step else self.refusal
-        rest = (self.recipe, self.on_unsupported, self.limits, self.original, self.style, self.exact_reason)
-        return SiteTag, (COPY_PREFIX + site, COPY_PREFIX + "*", *rest, refusal, self.by_step)
+    @property
+    def is_routed(self) -> bool:
+        return not self.carriers
 
 
-def find_sites(model: nn.Module) -> list[tuple[AttentionSite, nn.Module]]:
-    """Every module of `model` that asks transformers' registry for its attention function, in module order."""
-    modules = dict(model.named_modules())
-    return [(_describe(name, module, modules), module) for name, module in modules.items() if is_routed(type(module))]  # type: ignore[arg-type]
-
-
-def own_attention_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that look like attention but do not go through the registry, nor hold one that does."""
+def find_sites(model: nn.Module, prefix: str = "") -> list[Site]:
+    """Every attention site of a model that can be reached, in module order; names begin with `prefix`."""
+    modules = plain_modules(model)
     found = []
-    for name, module in model.named_modules():
-        if not re.search(r"Attention", type(module).__name__) or not any(True for _ in module.parameters()):
-            continue
-        if not any(is_routed(type(m)) for m in module.modules()):  # type: ignore[arg-type]
-            found.append((name, module))
+    for name, module in modules.items():
+        routed = is_routed(type(module))  # type: ignore[arg-type]
+        carriers = () if routed else tuple(carriers_of(module))
+        if routed or carriers:
+            found.append(Site(_describe(prefix, name, module, modules, routed), module, carriers))
     return found
 
 
-def _describe(name: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionSite:
-    stack, index, depth = place_of(name, modules)
-    config = getattr(module, "config", None)
-    heads = _first_int(module, config, ("num_heads", "num_attention_heads", "n_heads"))
-    groups = getattr(module, "num_key_value_groups", None)
-    kv_heads = _first_int(module, config, ("num_key_value_heads", "num_kv_heads"))
-    if heads is not None and isinstance(groups, int) and groups > 0 and heads % groups == 0:
-        kv_heads = heads // groups
-    head_dim = _first_int(module, None, ("head_dim", "qk_head_dim", "attention_head_size", "key_value_proj_dim"))
-    if head_dim is None and heads:
-        hidden = _first_int(module, config, ("embed_dim", "hidden_size", "d_model"))
-        head_dim = hidden // heads if hidden else None
-    return AttentionSite(
-        name=name,
-        stack=stack,
-        index=index,
-        depth=depth,
-        role=_role(name, module),
-        num_heads=heads,
-        num_kv_heads=kv_heads if kv_heads is not None else heads,
-        head_dim=head_dim,
-    )
+def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by the names that they have without wrappers."""
+    return {plain_name(name): module for name, module in unwrapped(model).named_modules()}
+
+
+def plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside adapters (PEFT) and wrappers that spread it over devices, so that names are the model's own."""
+    while True:
+        base = getattr(model, "get_base_model", None)
+        spreads = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        inner: Any = base() if callable(base) else model.module if spreads else model
+        if inner is model:
+            return model
+        model = inner
+
+
+def tagged_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every site of a patched model."""
+    return ((plain_name(name), module) for name, module in model.named_modules() if TAG in module.__dict__)
 
 
 def place_of(name: str, modules: dict[str, nn.Module]) -> tuple[str, int | None, int | None]:
@@ -108,11 +91,52 @@ def place_of(name: str, modules: dict[str, nn.Module]) -> tuple[str, int | None,
     return "", None, None
 
 
-def _role(name: str, module: nn.Module) -> Literal["self", "cross", "joint"]:
+def _describe(prefix: str, name: str, module: nn.Module, modules: dict[str, nn.Module], routed: bool) -> AttentionSite:
+    stack, index, depth = place_of(name, modules)
+    of_diffusers = not routed and package_of(type(module)) == "diffusers"
+    heads, kv_heads, head_dim = diffusers.heads_of(module) if of_diffusers else _heads_of(module)
+    return AttentionSite(
+        name=prefix + name,
+        stack=prefix + stack if stack else "",
+        index=index,
+        depth=depth,
+        role=diffusers.role_of(name.rsplit(".", 1)[-1], module) if of_diffusers else _role(name, module, routed),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def _heads_of(module: nn.Module) -> tuple[int | None, int | None, int | None]:
+    config = _config_of(module)
+    heads = _first_int(module, config, ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead"))
+    groups = getattr(module, "num_key_value_groups", None)
+    kv_heads = _first_int(module, config, ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head"))
+    if heads is not None and isinstance(groups, int) and groups > 0 and heads % groups == 0:
+        kv_heads = heads // groups
+    head_dim = _first_int(module, None, ("head_dim", "qk_head_dim", "attention_head_size", "key_value_proj_dim"))
+    if head_dim is None and heads:
+        widths = ("embed_dim", "hidden_size", "d_model", "n_embd", "dim", "inner_dim")
+        hidden = _first_int(module, config, widths)
+        head_dim = hidden // heads if hidden else None
+    return heads, kv_heads if kv_heads is not None else heads, head_dim
+
+
+def _role(name: str, module: nn.Module, routed: bool) -> Role:
     words = f"{name.rsplit('.', 1)[-1]} {type(module).__name__}".lower()
     if "cross" in words or "encoder_attn" in words or "encdecattention" in words.replace("_", ""):
         return "cross"
+    if not routed and re.search(r"joint|double|mmdit|mmattn", words):
+        return "joint"  # text and picture attend to each other
     return "cross" if getattr(module, "is_cross_attention", False) is True else "self"
+
+
+def _config_of(module: nn.Module) -> object:
+    """The configuration of the module's own layer, where those of a model's layers differ."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    if config is None or not getattr(config, "is_heterogeneous", False):
+        return config
+    return config.per_layer_config[layer] if isinstance(layer, int) else None
 
 
 def _first_int(module: nn.Module, config: object, names: tuple[str, ...]) -> int | None:

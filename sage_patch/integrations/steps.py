@@ -1,9 +1,10 @@
 """Which denoising step of the request is running, and the tags that its sites carry then.
 
 StepSwitch holds the tags: it gives every site whose recipe depends on the step the tag of the step at hand, or, where
-no step is known, a tag that refuses calls. StepClock tells it the step by following the pipeline's scheduler object:
-one `step` of the scheduler ends one model evaluation, whether guidance took one call or two, on whichever expert.
-No hook on the model (it would break full-graph compilation) and no timestep is read (it would wait for the GPU).
+no step is known, a tag that refuses calls. StepClock tells it the step, or any other StepListener, by following the
+pipeline's scheduler object: one `step` of the scheduler ends one model evaluation, whether guidance took one call or
+two, on whichever expert. No hook on the model (it would break full-graph compilation) and no timestep is read (it would
+wait for the GPU).
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from sage_patch.integrations.sites import TAG, SiteTag
 from sage_patch.integrations.source import runs_on_scheduler_copies
+from sage_patch.integrations.tags import TAG, SiteTag
 from sage_patch.policy import Choice, Plan, PolicyError
 from sage_patch.recipes import parse_recipe
 
@@ -33,6 +34,16 @@ def stepped_sites(plan: Plan) -> list[str]:
         i for i, r in enumerate(plan.policy.rules) if r.steps is not None and (r.recipe or r.on_unsupported) is not None
     }
     return [name for name, rules in plan.matches.items() if not changes.isdisjoint(rules)]
+
+
+class StepListener(Protocol):
+    """What a StepClock tells the running step."""
+
+    def enter(self, step: int, num_steps: int) -> None:
+        """Step `step` (from 0) of `num_steps` runs next; PolicyError if that cannot be."""
+
+    def leave(self, why: str = ...) -> None:
+        """No step is running."""
 
 
 class StepSwitch:
@@ -78,9 +89,13 @@ class StepClock:
     a subclass. Nothing raises from there: another pipeline may use the same scheduler, and the sites refuse instead.
     """
 
-    def __init__(self, pipeline: Any, scheduler: Any, switch: StepSwitch):
+    def __init__(self, pipeline: Any, scheduler: Any, switch: StepListener, name: str = "scheduler"):
         self.scheduler = scheduler
+        self._name = name  # of the pipeline's component
         self._pipeline = pipeline
+        self._loops = [] if scheduler is None else _loops(getattr(pipeline, "_blocks", None))
+        self._timesteps: Any = None  # of this request, whatever the scheduler's own are copied to
+        self._told: int | None = None  # evaluations, where the pipeline's loop says how many
         self._switch = switch
         self._class = type(scheduler)
         self._start = 0  # position in the schedule of the first evaluation that this request runs
@@ -89,15 +104,19 @@ class StepClock:
 
     def attach(self) -> None:
         self.scheduler.__class__ = _followed(self._class, self)
+        for loop in self._loops:
+            loop.__class__ = _announcing(type(loop), self)
 
     def detach(self) -> None:
         self.scheduler.__class__ = self._class
+        for loop in self._loops:
+            loop.__class__ = type(loop)._sage_patch_original
         self._mark_length(int)
 
     @property
     def in_place(self) -> bool:
         """Whether the pipeline still has the scheduler that is followed."""
-        return getattr(self._pipeline, "scheduler", None) is self.scheduler
+        return getattr(self._pipeline, self._name, None) is self.scheduler
 
     def ignore_request(self) -> None:
         """Steps are told by hand until the scheduler begins another request."""
@@ -106,29 +125,44 @@ class StepClock:
     def before(self) -> None:
         """Any followed method is about to run. A pipeline may have wound its scheduler back to take a step again."""
         index = getattr(self.scheduler, "step_index", None)
-        if self._done is not None and self._index is not None and index is not None and index < self._index:
+        if self._done is None or self._index is None:
+            return
+        if index is None:
+            self._done, self._index = 0, None
+        elif index < self._index:
             self._done = max(0, self._done - (self._index - index))
             self._index = index
 
     def after(self, method: str, timestep: Any) -> None:
         """A method of the scheduler has run; timestep: what `scale_model_input` was given."""
         if method == "set_timesteps":
-            self._done, self._index = 0, None
+            self._done, self._index, self._told = 0, None, None
+            self._timesteps = self.scheduler.timesteps
             self._start = self._begin_index()
             self._mark_length(_EarlierLength)
         elif self._done is None:
             return
         elif method == "step":
-            self._done += 1
+            place = self._place(timestep)
+            self._done = self._done + 1 if place is None else max(0, place - self._start) + 1
             self._index = getattr(self.scheduler, "step_index", None)
-        elif self._done > 0:
-            return
         elif method == "set_begin_index":
+            if self._done > 0:
+                return
             self._start = self._begin_index()
-        else:  # schedulers without a begin index show with the first timestep where the request starts
-            place = _place(timestep, self.scheduler.timesteps)
-            self._start = self._start if place is None else place
+        else:  # the timestep shows where the request starts, and which step is taken again, for another view, say
+            place = self._place(timestep)
+            if place is not None and self._done == 0:
+                self._start = place
+            elif place is not None:
+                self._done = max(0, place - self._start)
         self._turn(self._done)
+
+    def announce(self, num_evaluations: int) -> None:
+        """The pipeline's loop says how many evaluations it runs, which may be fewer than the schedule has."""
+        if self._done is not None:
+            self._told = num_evaluations
+            self._turn(self._done)
 
     def _turn(self, done: int) -> None:
         """Tell the switch which step runs after `done` evaluations."""
@@ -146,9 +180,16 @@ class StepClock:
 
     def _length(self) -> int:
         """Evaluations of this request. Pipelines that stop early say so in `_num_timesteps`, just before their loop."""
+        if self._told is not None:
+            return self._told
         length = len(self.scheduler.timesteps) - self._start
         told = vars(self._pipeline).get("_num_timesteps")
         return told if type(told) is int and 0 < told < length else length
+
+    def _place(self, timestep: Any) -> int | None:
+        """The position of a timestep in this request's schedule, None where it does not show."""
+        place = _place(timestep, self.scheduler.timesteps)
+        return place if place is not None else _place(timestep, self._timesteps)
 
     def _mark_length(self, kind: type[int]) -> None:
         """Tell the length that an earlier request left on the pipeline from the one that this request will set."""
@@ -175,6 +216,28 @@ def scheduler_problem(pipeline: Any, scheduler: Any) -> str | None:
     if runs_on_scheduler_copies(type(pipeline)):
         return f"{type(pipeline).__name__} runs on copies of its scheduler, and the steps of a copy are not seen"
     return None
+
+
+def _loops(blocks: Any) -> list[Any]:
+    """The denoising loops among the blocks of a modular pipeline: they know how much of the schedule they run."""
+    inner = [loop for block in getattr(blocks, "sub_blocks", {}).values() for loop in _loops(block)]
+    return [blocks, *inner] if callable(getattr(blocks, "loop_step", None)) else inner
+
+
+def _announcing(cls: type, clock: StepClock) -> type:
+    """A subclass of a loop's class, for one object, that says how long the loop is before each of its steps."""
+
+    def loop_step(self: Any, components: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        timesteps = getattr(state, "timesteps", None)
+        if timesteps is not None and components is clock._pipeline:
+            clock.announce(len(timesteps))
+        return cls.loop_step(self, components, state, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def reduce(self: Any, protocol: int) -> Any:
+        return _unfollowed, (cls, self.__dict__)
+
+    body = {"loop_step": loop_step, "__reduce_ex__": reduce, "_sage_patch_original": cls, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def _followed(cls: type, clock: StepClock) -> type:

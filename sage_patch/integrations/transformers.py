@@ -15,13 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_patch.dispatch import Options, UnsupportedCall, attend, attend_with_weights, choose, describe, tick, unify
+from sage_patch.dispatch import (
+    Options,
+    UnsupportedCall,
+    attend,
+    attend_with_weights,
+    choose,
+    describe,
+    is_training,
+    tick,
+    unify,
+)
 from sage_patch.errors import SagePatchError
 from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
 from sage_patch.integrations.quantized_cache_calls import attend_cached, reading_of, why_exact
-from sage_patch.integrations.sites import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.integrations.source import (
     STRICTEST_LAST,
     MaskStyle,
@@ -29,6 +38,7 @@ from sage_patch.integrations.source import (
     mask_style,
     modeling_file_of,
 )
+from sage_patch.integrations.tags import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.recipes import AUTO, EXACT, Limits, parse_recipe
 
 # Arguments of model.forward that transformers passes down to every attention function and that no implementation
@@ -101,9 +111,9 @@ def sage2_attention_forward(
 
     if reading is not None:
         refusals = dict(
-            output_attentions=bool(output_attentions), position_bias=position_bias is not None,
-            indices=indices is not None, varlen=attention_mask is None and cu_seq_lens_q is not None,
-            dropout=dropout > 0,
+            training=is_training(module.training), output_attentions=bool(output_attentions),
+            position_bias=position_bias is not None, indices=indices is not None,
+            varlen=attention_mask is None and cu_seq_lens_q is not None, dropout=dropout > 0,
         )  # fmt: skip
         exact_reason = why_exact(tag, reading, query, attention_mask, refusals)
         if not exact_reason:
@@ -146,6 +156,8 @@ def sage2_attention_forward(
         max_q_len=max_length_q if isinstance(max_length_q, int) else 0,
         max_kv_len=max_length_k if isinstance(max_length_k, int) else 0,
         out_layout="NHD",
+        guard_rows=False,
+        training=module.training,
     )
     if output_attentions:
         out, weights = attend_with_weights(query, key, value, options, site)

@@ -251,7 +251,16 @@ def build_prebuilt(wanted: Sequence[str], out: Path | str | None = None) -> str:
     )
 
 
+def _sweep(cache: Path) -> None:
+    """Remove the folders of builds that were killed: those in which nothing was written for an hour."""
+    for folder in cache.glob("build-*"):
+        with contextlib.suppress(OSError):  # another process may sweep too
+            if time.time() - folder.stat().st_mtime > 3600:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, library: Path) -> None:
+    _sweep(cache)
     with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as tmp:
         work = Path(tmp)
         (work / "build.ninja").write_text(_ninja_file(nvcc, source_dir(), names, library.name))

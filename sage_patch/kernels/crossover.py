@@ -28,6 +28,8 @@ EXACT_PEERS = ("sdpa_cudnn", "sdpa_fa2", "sdpa_default")
 OPS = {recipe.name: f"{recipe.column}_op" for recipe in RECIPES.values() if recipe.column}
 
 Card = dict[str, Any]  # {"measured": how, "head_dims": {"128": {"full" | "causal": {recipe: length or None}}}}
+Lengths = tuple[tuple[str, int], ...]  # (recipe, break-even length)
+Table = tuple[tuple[int, Lengths, Lengths], ...]  # (head_dim, without causality, with it), by rising head_dim
 
 
 class TableError(SagePatchError, ValueError):
@@ -39,15 +41,19 @@ def user_table() -> Path:
     return build.cache_dir() / "crossover.json"
 
 
+def lengths(index: int, head_dim: int, is_causal: bool) -> Lengths:
+    """(recipe, break-even length in tokens) on the CUDA device `index`. The table is read once per process."""
+    return _held_by(_table(index), head_dim, is_causal)
+
+
 @torch.compiler.assume_constant_result
-def lengths(index: int, head_dim: int, is_causal: bool) -> tuple[tuple[str, int], ...]:
-    """(recipe, break-even length in tokens) on the CUDA device `index`. Read once per process."""
-    return _lengths(index, head_dim, is_causal)  # apart: a compiler looks through a cache, past the mark above
+def _table(index: int) -> Table:
+    return _cached_table(index)  # apart: a compiler looks through a cache, past the mark above
 
 
 @functools.cache
-def _lengths(index: int, head_dim: int, is_causal: bool) -> tuple[tuple[str, int], ...]:
-    return look_up(card_of(torch.cuda.get_device_name(index)), head_dim, is_causal)
+def _cached_table(index: int) -> Table:
+    return table_of(card_of(torch.cuda.get_device_name(index)))
 
 
 def card_of(name: str) -> Card:
@@ -56,13 +62,29 @@ def card_of(name: str) -> Card:
     return read(user_table()).get(name) or packaged.get(name) or packaged["default"]
 
 
-def look_up(card: Card, head_dim: int, is_causal: bool) -> tuple[tuple[str, int], ...]:
-    """The lengths of the smallest measured head_dim that holds this one; empty beyond the largest."""
-    fitting = [int(d) for d in card["head_dims"] if int(d) >= head_dim]
-    if not fitting:
-        return ()
-    found = card["head_dims"][str(min(fitting))]["causal" if is_causal else "full"]
+def table_of(card: Card) -> Table:
+    """A card's entry as a constant."""
+    rows = {
+        int(dim): (_as_lengths(found["full"]), _as_lengths(found["causal"])) for dim, found in card["head_dims"].items()
+    }
+    return tuple((dim, *rows[dim]) for dim in sorted(rows))
+
+
+def _as_lengths(found: Mapping[str, int | None]) -> Lengths:
     return tuple((recipe, NEVER if length is None else length) for recipe, length in found.items())
+
+
+def look_up(card: Card, head_dim: int, is_causal: bool) -> Lengths:
+    """The lengths of the smallest measured head_dim that holds this one; empty beyond the largest."""
+    return _held_by(table_of(card), head_dim, is_causal)
+
+
+def _held_by(table: Table, head_dim: int, is_causal: bool) -> Lengths:
+    """`look_up`. head_dim is only compared: while a graph is traced it may be a symbol."""
+    for measured, full, causal in table:
+        if measured >= head_dim:
+            return causal if is_causal else full
+    return ()
 
 
 def break_even(ratios: Mapping[int, float]) -> int | None:

@@ -30,6 +30,7 @@ DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PV = {"fp8": 0, "fp16": 1}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 _CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q = FLAGS.values()
+_BITS = {8: 0, 4: _INT4}
 
 # struct Sage2Args of sage2.h in three pieces: what every call has, what only calls with more than lengths have, and
 # where the call works.
@@ -188,7 +189,7 @@ def _pack(
         + args.top_left * _TOP_LEFT
         + recipe.smooth_v * _SMOOTH_V
         + (not recipe.smooth_k) * _NO_SMOOTH_K
-        + (recipe.qk_bits == 4) * _INT4
+        + _BITS[recipe.qk_bits]
         + recipe.smooth_q * _SMOOTH_Q
     )
     shape = (batch, heads, ks[1], q_len, ks[2], head_dim, vs[3])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sage_patch import backends
 from sage_patch.args import Args, schema
-from sage_patch.kernels import plain, torch_private
+from sage_patch.kernels import plain, shared, torch_private
 from sage_patch.kernels.stopwatch import Stopwatch
 from sage_patch.recipes import parse_recipe
 
@@ -32,22 +32,25 @@ class CallKey(NamedTuple):
     reason: str
 
 
-_COUNTS: Counter[CallKey] = Counter()
+_COUNTS: Counter[CallKey] = shared.keep("counts", Counter())
 
 
 def counts(prefix: str = "") -> dict[CallKey, int]:
     """Calls so far at sites whose key starts with `prefix`."""
-    return {k: n for k, n in _COUNTS.items() if k.site.startswith(prefix)}
+    with shared.LOCK:
+        return {k: n for k, n in _COUNTS.items() if k.site.startswith(prefix)}
 
 
 def reset_counts(prefix: str = "") -> None:
-    for key in [k for k in _COUNTS if k.site.startswith(prefix)]:
-        del _COUNTS[key]
+    with shared.LOCK:
+        for key in [k for k in _COUNTS if k.site.startswith(prefix)]:
+            del _COUNTS[key]
 
 
 def add_count(key: CallKey) -> None:
-    """Count one call that runs beside the operator, in eager mode only."""
-    _COUNTS[key] += 1
+    """Count one call; from any thread. Calls that run beside the operator do so themselves, in eager mode only."""
+    with shared.LOCK:
+        _COUNTS[key] += 1
 
 
 class ObservedCall(NamedTuple):
@@ -64,7 +67,7 @@ class ObservedCall(NamedTuple):
     top_left: bool
 
 
-_OBSERVERS: list[Callable[[ObservedCall], None]] = []
+_OBSERVERS: list[Callable[[ObservedCall], None]] = shared.keep("observers", [])
 
 
 @contextlib.contextmanager
@@ -78,7 +81,7 @@ def observe(observer: Callable[[ObservedCall], None]) -> Iterator[None]:
         _OBSERVERS.remove(observer)
 
 
-_STOPWATCHES: list[Stopwatch] = []
+_STOPWATCHES: list[Stopwatch] = shared.keep("stopwatches", [])
 
 
 @contextlib.contextmanager
@@ -115,7 +118,7 @@ def prepare(device: torch.device) -> None:
         backends.module(backend.kernels).prepare(device.index)
 
 
-_LIBRARY = torch.library.Library("sage_patch", "DEF")
+_LIBRARY = shared.Operators()
 _LIBRARY.define(f"attention(Tensor query, Tensor key, Tensor value, {schema()}) -> (Tensor, Tensor)")
 # `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.
 _LIBRARY.define("count(Tensor(a!) ticket, str recipe, str reason, str site) -> ()")
@@ -162,7 +165,7 @@ def _timed_body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[
 def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor | None]:
     recipe = _recipe_of(args.recipe)
     backend = "exact" if recipe.is_exact else backend_for(query.device)
-    _COUNTS[CallKey(args.site, args.recipe, backend, args.reason)] += 1
+    add_count(CallKey(args.site, args.recipe, backend, args.reason))
     for observer in _OBSERVERS:
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
         observer(ObservedCall(args.site, query, key, value, seen, args.scale, args.left, args.right, args.top_left))
@@ -173,7 +176,7 @@ def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor
 
 
 def _count(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
-    _COUNTS[CallKey(site, recipe, "exact", reason)] += 1
+    add_count(CallKey(site, recipe, "exact", reason))
 
 
 def _count_fake(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
@@ -183,8 +186,8 @@ def _count_fake(ticket: Tensor, recipe: str, reason: str, site: str) -> None:
 for _device in _DEVICES:
     _LIBRARY.impl("attention", _attention, _device.upper())
     _LIBRARY.impl("count", _count, _device.upper())
-torch.library.register_fake("sage_patch::attention", _attention_fake, lib=_LIBRARY)
-torch.library.register_fake("sage_patch::count", _count_fake, lib=_LIBRARY)
+_LIBRARY.fake("attention", _attention_fake)
+_LIBRARY.fake("count", _count_fake)
 
 TICKET = torch.zeros(1)
 attention = torch.ops.sage_patch.attention.default

@@ -5,7 +5,9 @@ Both take one dense problem at a time, so sequences laid end to end are cut apar
 
 from __future__ import annotations
 
+import contextlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +26,11 @@ def prepare(index: int | None) -> None:
 def forward(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     """(out [B, Hq, q_len, Dv] in args.out_layout, lse float32 [B, Hq, q_len] or None); recipe: exact or quantized."""
     # Autocast would turn the float32 products of either path into half precision.
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         if args.cu_seqlens_q is None or args.cu_seqlens_k is None:
             mask = with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
             out, lse = _dense(query, key, value, mask, args, recipe)
-            return _in_layout(out, args.out_layout), lse
+            return in_layout(out, args.out_layout), lse
         out, lse_all = empty_outputs(query, value, args)
         out.zero_()  # tokens that belong to no sequence
         lse_all.fill_(-math.inf)
@@ -48,16 +50,27 @@ def _dense(
     """One dense problem. An empty sequence or batch inside a quantized call has nothing to quantize."""
     visibility = visibility_of(query.shape[2], key.shape[2], mask, args.left, args.right, args.top_left)
     if recipe.is_exact or not (query.shape[0] and query.shape[2] and key.shape[2]):
-        # On a GPU one row's mask guard would cost more than its attention; the unpatched call has none either.
-        guard = query.device.type == "cpu" or query.shape[2] > 1
         return exact_attention(
             query, key, value, visibility, scale=args.scale, softcap=args.softcap, sinks=args.sinks,
-            return_lse=args.return_lse, guard_hidden=guard,
+            return_lse=args.return_lse, guard_rows=args.guard_rows,
         )  # fmt: skip
     return quantized_attention(
         query, key, value, visibility, recipe, scale=args.scale, softcap=args.softcap, sinks=args.sinks,
         return_lse=args.return_lse,
     )  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def knows_autocast(device: str) -> bool:
+    """Whether a type of device has an autocast at all; some have none to switch off."""
+    return torch.amp.is_autocast_available(device)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A block whose products keep their dtypes; devices that know no autocast have none to switch off."""
+    if not knows_autocast(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def visibility_of(
@@ -93,5 +106,6 @@ def empty_outputs(query: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Ten
     return out, query.new_empty((batch, heads, q_len) if args.return_lse else (0,), dtype=torch.float32)
 
 
-def _in_layout(out: Tensor, out_layout: str) -> Tensor:
+def in_layout(out: Tensor, out_layout: str) -> Tensor:
+    """out [B, H, N, D], its memory contiguous in that layout."""
     return out.transpose(1, 2).contiguous().transpose(1, 2) if out_layout == "NHD" else out.contiguous()

@@ -12,8 +12,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
-    "allocate", "current_device", "current_stream", "free", "function_modes", "is_seen", "torch_functions_in_force",
-    "tree_map_only",
+    "allocate", "current_device", "current_stream", "dispatch_modes_in_force", "forward_mode_is_on", "free",
+    "function_modes", "is_seen", "torch_functions_in_force", "tree_map_only",
 ]  # fmt: skip
 
 
@@ -33,7 +33,8 @@ free = _of_cuda("_cuda_cudaCachingAllocator_raw_delete")
 
 function_modes = _get_current_function_mode_stack
 torch_functions_in_force = torch._C._len_torch_function_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes_in_force = torch._C._len_torch_dispatch_stack
+forward_mode_is_on = torch._C._is_fwd_grad_enabled  # off inside of an autograd function's forward
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing = torch._C._get_tracing_state
 _profiled = torch.autograd._profiler_enabled
@@ -41,4 +42,4 @@ _profiled = torch.autograd._profiler_enabled
 
 def is_seen() -> bool:
     """Does anybody watch operators: a dispatch mode, a transform, a tracer, a profiler?"""
-    return bool(_dispatch_modes()) or _transforms() is not None or _tracing() is not None or _profiled()
+    return bool(dispatch_modes_in_force()) or _transforms() is not None or _tracing() is not None or _profiled()

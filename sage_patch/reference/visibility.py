@@ -8,7 +8,7 @@ Shapes: query [B, Hq, q_len, D], key [B, Hkv, kv_len, D]. Masks broadcast to [B,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,20 @@ class Visibility:
         hides_right = self.right is not None and self.offset + self.right < self.kv_len - 1
         hides_left = self.left is not None and self.q_len - 1 + self.offset - self.left > 0
         return hides_right or hides_left
+
+    def live_rows(self) -> tuple[int, int]:
+        """First and one-past-last row to which causality and window leave a key. The mask is not asked."""
+        first = 0 if self.right is None else max(0, -(self.offset + self.right))
+        last = self.q_len if self.left is None else min(self.q_len, self.kv_len - self.offset + self.left)
+        if self.kv_len == 0:
+            return 0, 0
+        first = min(first, self.q_len)
+        return first, max(first, last)
+
+    def of_rows(self, row0: int, row1: int) -> Visibility:
+        """The pattern of rows row0..row1-1 as a call of its own."""
+        mask = self.mask_tile(row0, row1, 0, self.kv_len)
+        return replace(self, q_len=row1 - row0, attn_mask=mask, offset=self.offset + row0)
 
     def key_range(self, row0: int, row1: int) -> tuple[int, int]:
         """First and one-past-last key that any of rows row0..row1-1 may see by causality and window."""
@@ -101,6 +115,27 @@ class Visibility:
         if heads > 1 and heads != num_kv_heads:
             seen = seen.view(seen.shape[0], num_kv_heads, heads // num_kv_heads, self.kv_len).any(dim=2)
         return seen
+
+    def blind_rows(self, device: torch.device, rows_per_step: int = 1024) -> Tensor | None:
+        """Boolean [B or 1, Hq or 1, q_len or 1, 1]: rows to which mask, causality and window together leave no key.
+        None without a mask: `live_rows` tells then."""
+        if self.attn_mask is None:
+            return None
+        if not self.has_band:
+            return ~_seen_by(self.attn_mask).any(dim=-1, keepdim=True)
+        blind = []
+        for row0 in range(0, self.q_len, rows_per_step):
+            row1 = min(row0 + rows_per_step, self.q_len)
+            tile = self.mask_tile(row0, row1, 0, self.kv_len)
+            band = self.band(row0, row1, 0, self.kv_len, device)
+            assert tile is not None
+            tile = _seen_by(tile) if band is None else _seen_by(tile) & band
+            blind.append(~tile.any(dim=-1, keepdim=True).expand(-1, -1, row1 - row0, -1))
+        return torch.cat(blind, dim=-2)
+
+
+def _seen_by(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else ~torch.isneginf(mask)
 
 
 def _unhidden(bias: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def compare(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> No
         expected = logits(model, ids, attention_mask=mask)
     with sage_patch.applied(model, EVERYTHING) as handle:
         got = logits(model, ids, attention_mask=mask)
-        assert {(r["recipe"], r["backend"]) for r in handle.stats()} == {("qk_int8_pv_fp8", "sm90")}
+        assert {(r["recipe"], r["backend"]) for r in handle.rows()} == {("qk_int8_pv_fp8", "sm90")}
     assert torch.isfinite(got).all()
     for item in range(3):
         real = mask[item].bool()
@@ -106,7 +106,7 @@ def test_second_chunk_of_a_padded_prompt(kind: str, cache: str, ids: torch.Tenso
         with sage_patch.applied(model, policy) as handle:
             logits(model, ids[:, :200], attention_mask=mask[:, :200], past_key_values=past)
             outputs.append(logits(model, ids[:, 200:], attention_mask=mask, past_key_values=past))
-            assert policy is EXACT or {r["recipe"] for r in handle.stats()} == {"qk_int8_pv_fp8"}
+            assert policy is EXACT or {r["recipe"] for r in handle.rows()} == {"qk_int8_pv_fp8"}
     exact, quantized = outputs
     for item in range(3):
         real = mask[item, 200:].bool()
@@ -123,7 +123,7 @@ def test_left_padded_generation_follows_exact_for_its_first_tokens(ids: torch.Te
             )
             tokens_of[name] = out[:, LENGTH:]
             if name == "quantized":
-                assert {(r["recipe"], r["reason"]) for r in handle.stats()} == {
+                assert {(r["recipe"], r["reason"]) for r in handle.rows()} == {
                     ("qk_int8_pv_fp8", ""),
                     ("exact", "decode"),
                 }

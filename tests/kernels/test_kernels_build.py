@@ -148,6 +148,17 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         build.build(["90"])
 
 
+def test_folders_of_killed_builds_are_swept(tmp_path: Path) -> None:
+    """Those of an hour ago; one that is being written, and everything else, stays."""
+    for name in ("build-old", "build-new", "libsage2-x", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "api.cu.o").write_text("x")
+    for name in ("build-old", "other"):
+        os.utime(tmp_path / name, (0, 0))
+    build._sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["build-new", "libsage2-x", "other"]
+
+
 def test_log_gate() -> None:
     assert (
         build.check_log(

@@ -91,7 +91,7 @@ def test_every_number_of_the_header_is_the_packages(tmp_path: Path) -> None:
     expected |= {f"SAGE2_PV_{name.upper()}": value for name, value in library.PV.items()}
     expected |= {"SAGE2_VERSION": library.VERSION, "SAGE2_OK": 0, "SAGE2_MASK_NONE": 0}
     header = (build.source_dir() / "sage2.h").read_text()
-    named = set(re.findall(r"\b(SAGE2_[A-Z0-9_]+)(?: = \d+|(?= \d+$))", header, re.MULTILINE))
+    named = set(re.findall(r"\b(SAGE2_[A-Z0-9_]+)(?:\s*=\s*\d+|(?= \d+$))", header, re.MULTILINE))
     assert named == set(expected)
     prints = "".join(f'printf("{name} %d\\n", {name});' for name in expected)
     read = run_c(tmp_path, f'#include "sage2.h"\nint main(void) {{ {prints} return 0; }}')

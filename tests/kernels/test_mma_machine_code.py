@@ -25,12 +25,16 @@ UNITS = ("fwd_mma", "fwd_mma_masked", "fwd_mma_logits")
 FP16, SPLIT, FP8 = range(3)  # Product of mma_tile.cuh
 DENSE, MASKED, ADJUSTED = range(3)
 COPIES = 2  # each kernel has two loops, or two branches of one, over keys
-# Instructions of the dense loop, 32 (split, dim 256: 16) rows and 64 keys a warp: no more than this.
-BUDGET = {  # (dim, product): by architecture, where it matters
-    (128, FP16): {"80": 930, "86": 930, "89": 930, "90a": 930},
-    (128, FP8): {"89": 960, "120": 1000},
-    (64, FP16): {"80": 700, "86": 700},
-    (64, FP8): {"89": 700, "120": 720},
+# Instructions of the dense loop, 64 keys of one warp: what they were, plus 2 %. FP8 on 90a is emulated, for tests.
+BUDGET = {  # (dim, product): by architecture
+    (64, FP16): {"80": 675, "86": 675, "89": 675, "90a": 652, "100": 652, "120": 761},
+    (64, SPLIT): {"80": 460, "86": 460, "89": 460, "90a": 443, "100": 427, "120": 468},
+    (64, FP8): {"89": 657, "120": 681},
+    (128, FP16): {"80": 886, "86": 886, "89": 886, "90a": 858, "100": 861, "120": 1053},
+    (128, SPLIT): {"80": 635, "86": 635, "89": 635, "90a": 622, "100": 596, "120": 673},
+    (128, FP8): {"89": 882, "120": 934},
+    (256, FP16): {"80": 585, "86": 585, "89": 585, "90a": 572, "100": 567, "120": 672},
+    (256, FP8): {"89": 599, "120": 648},
 }
 
 
@@ -137,9 +141,8 @@ def test_tensor_cores_and_registers(unit: str, architecture: str, folder: Path) 
             assert counts, (dim, product, packed)
             continue
         assert counts == want, (dim, product, packed)
-        budget = BUDGET.get((dim, product), {}).get(architecture)
-        if family == DENSE and budget is not None:
-            assert len(loop(code)) <= budget, (dim, product, len(loop(code)))
+        if family == DENSE:
+            assert len(loop(code)) <= BUDGET[dim, product][architecture], (dim, product, len(loop(code)))
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES])

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from sage_patch.args import plain
 from sage_patch.backends import CROSSOVER_HEADS, capabilities, named
 from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.bench.peers import PACKAGES, PEERS, Run
-from sage_patch.evaluation.metrics import cosine, relative_l1, worst_row
+from sage_patch.evaluation.environment import versions
+from sage_patch.evaluation.metrics import errors
 from sage_patch.kernels import crossover, library, ops
 from sage_patch.recipes import DEFAULT_RECIPE, Recipe, UnsupportedCall, parse_recipe
 from sage_patch.recipes import RECIPES as ALL_RECIPES
@@ -156,7 +156,7 @@ def run(plan: Plan, progress: Callable[[str, int, int], None] = lambda *_: None)
     started = time.monotonic()
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     rows: list[dict[str, Any]] = []
-    result = {"environment": environment() | plan.note, "host_us_per_call": host_cost(), "rows": rows}
+    result = {"environment": gpu_environment() | plan.note, "host_us_per_call": host_cost(), "rows": rows}
     for i, shape in enumerate(plan.shapes):
         if time.monotonic() - started > plan.seconds:
             return result | {"cut_short": f"{len(plan.shapes) - i} of {len(plan.shapes)} shapes left out"}
@@ -176,10 +176,10 @@ def measure(shape: Shape, plan: Plan, flush: Tensor, device: str = "cuda") -> di
     )
     candidates, why_null = _candidates(query, key, value, shape.is_causal, plan)
     sample = _Sample(query, key, value, shape.is_causal)
-    errors: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float]] = {}
     for name in list(candidates):
         try:
-            errors[name] = sample.errors(candidates[name]())
+            found[name] = sample.errors(candidates[name]())
         except Exception as error:  # a peer may fail in its own way, and the others still count
             why_null[name] = _reason(error)
             del candidates[name]
@@ -195,7 +195,7 @@ def measure(shape: Shape, plan: Plan, flush: Tensor, device: str = "cuda") -> di
             row[f"{name}_us"] = None if ms is None else 1e3 * ms
         else:
             row[name] = None if ms is None else work / ms / 1e9
-    checked = {name: e for name, e in errors.items() if not name.endswith("_prepare")}
+    checked = {name: e for name, e in found.items() if not name.endswith("_prepare")}
     return row | {"errors": checked, "why_null": why_null}
 
 
@@ -258,7 +258,7 @@ def host_cost() -> dict[str, float]:
     return {name: _host_us(way) for name, way in ways.items()}
 
 
-def environment() -> dict[str, Any]:
+def gpu_environment() -> dict[str, Any]:
     """What the numbers depend on: card, driver, power limit, versions, date."""
     query = ["nvidia-smi", f"--id={torch.cuda.current_device()}", "--query-gpu=driver_version,power.limit"]
     try:
@@ -271,7 +271,7 @@ def environment() -> dict[str, Any]:
         "driver": driver or None,
         "power_limit": power or None,
         "cuda": torch.version.cuda,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": versions(PACKAGES),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -302,11 +302,7 @@ class _Sample:
 
     def errors(self, out: Tensor) -> dict[str, float]:
         got = torch.stack([out[b, h].double()[rows] for b, h, rows in self.places])
-        return {
-            "cosine": cosine(got, self.exact),
-            "rel_l1": relative_l1(got, self.exact),
-            "worst_row": worst_row(got, self.exact),
-        }
+        return errors(got, self.exact)
 
 
 def _candidates(
@@ -361,10 +357,3 @@ def _host_us(way: Callable[[], object]) -> float:
             way()
         times.append((time.perf_counter() - start) / 5 * 1e6)
     return statistics.median(times)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

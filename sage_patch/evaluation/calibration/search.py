@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration import choose
 from sage_patch.evaluation.calibration.choose import EXACT, Choice, CostModel
-from sage_patch.evaluation.calibration.score import MAX_WORK, Group, buckets_for, score_sites
+from sage_patch.evaluation.calibration.score import Group, buckets_for, score_sites
 from sage_patch.evaluation.calibration.state import NAME as STATE_NAME
-from sage_patch.evaluation.calibration.state import Run, State, choice_key, key_of, open_state
+from sage_patch.evaluation.calibration.state import State, choice_key, key_of, open_state
 from sage_patch.evaluation.calibration.targets import Target, damage_ratio, exact_misses
-from sage_patch.evaluation.environment import environment
-from sage_patch.evaluation.judge import LADDER, Judge
-from sage_patch.evaluation.text import near
+from sage_patch.evaluation.calls import MAX_WORK
+from sage_patch.evaluation.environment import environment, machine_name, record
+from sage_patch.evaluation.judge import LADDER, Judge, Measured
+from sage_patch.figures import FIGURES
 from sage_patch.policy import CALIBRATION_SCHEMA, Calibration, Policy
 
 __all__ = ["STATE_NAME", "CalibrationError", "Calibrated", "calibrate"]
@@ -51,7 +52,7 @@ class Calibrated:
 class _Trial:
     """One confirmed choice. k: its place on the path, None for a single rung everywhere."""
 
-    run: Run
+    run: Measured
     choice: Choice
     cost: float
     k: int | None
@@ -73,7 +74,7 @@ def calibrate(
     base: gives quantize_fp32 and the length limits; its recipe and rules are not used. folder: where the state is kept.
     deadline: on `time.monotonic()`'s clock; no run is begun that is not expected to end before it. Raises
     CalibrationError if a target cannot be met, nothing can be quantized, or time ran out before anything was confirmed;
-    StateError if the folder cannot be written.
+    CheckpointError if the folder cannot be written.
     """
     return _Calibration(judge, targets, base, model, folder, deadline, command).run()
 
@@ -97,7 +98,7 @@ class _Calibration:
     def run(self) -> Calibrated:
         missed = exact_misses(self.targets)
         if missed is not None:
-            exact = missed.shown(missed.figure.exact)
+            exact = missed.shown(missed.figure.exact or 0.0)
             raise CalibrationError(f"target {missed.text!r} cannot be met: the unpatched model itself has {exact}")
         self._score()
         cheapest = self._cheapest()
@@ -164,25 +165,18 @@ class _Calibration:
         self.trials.append(trial)
         return trial
 
-    def _measure(self, name: str, choice: Choice) -> Run:
-        begun = time.monotonic()
-        measured = self.judge.measure(name, self._policy(choice))
-        quantized = {row["site"] for row in measured.calls if row["recipe"] != EXACT}
-        exact_sites = {
-            row["site"]: row["reason"] for row in measured.calls if row["site"] not in quantized | {"*"}
-        }  # fmt: skip
-        figures = {n: float(v) for n, v in measured.metrics.items()}
-        unavailable = dict(measured.unavailable)
-        if quantized and measured.prompt_calls and all(row["recipe"] == EXACT for row in measured.prompt_calls):
-            figures.pop("agreement", None)  # 1 by construction
-            why = ", ".join(sorted({row["reason"] for row in measured.prompt_calls}))
-            unavailable["agreement"] = f"every call of the continuations runs exact ({why}); give longer task.prompts"
-        return Run(
-            name, figures, unavailable, measured.seconds, measured.baseline_seconds,
-            measured.attention_seconds, exact_sites, time.monotonic() - begun, measured.each,
-        )  # fmt: skip
+    def _measure(self, name: str, choice: Choice) -> Measured:
+        found = replace(self.judge.measure(name, self._policy(choice)), frames=[])
+        quantized = any(row["recipe"] != EXACT for row in found.calls)
+        if quantized and found.prompt_calls and all(row["recipe"] == EXACT for row in found.prompt_calls):
+            found.metrics.pop("agreement", None)  # 1 by construction
+            why = ", ".join(sorted({row["reason"] for row in found.prompt_calls}))
+            found.unavailable["agreement"] = (
+                f"every call of the continuations runs exact ({why}); give longer task.prompts"
+            )
+        return found
 
-    def _with_speed(self, run: Run, choice: Choice) -> Run:
+    def _with_speed(self, run: Measured, choice: Choice) -> Measured:
         """The run with its end-to-end speed: measured on a GPU; on a CPU, whose reference backend is slow by nature,
         predicted from the attention's share of the unpatched time."""
         if self.judge.device.type == "cuda":
@@ -229,7 +223,7 @@ class _Calibration:
         return trial
 
     @property
-    def _quality(self) -> bool:
+    def _asks_quality(self) -> bool:
         return any(not t.is_speed for t in self.targets)
 
     def _single_rungs(self, cheapest: _Trial) -> None:
@@ -269,24 +263,24 @@ class _Calibration:
         costs = [choose.cost(self.groups, c, self.model) for c in path]
         errors = [choose.error(self.groups, c) for c in path]
         lo, hi = 0, len(path) - 1
-        if self._quality:
+        if self._asks_quality:
             best = min((t.cost for t in self.trials if t.met), default=math.inf)
             hi = next((k for k, c in enumerate(costs) if c >= best), hi)
         elif not self.trials[0].met:
             return None  # not even the cheapest choice is fast enough
         while hi - lo > 1 and costs[hi] - costs[lo] >= MIN_GAIN:
-            k = self._next(errors, lo, hi) if self._quality else (lo + hi) // 2
+            k = self._next(errors, lo, hi) if self._asks_quality else (lo + hi) // 2
             trial = self._try(f"{k} of {len(path) - 1} upgrades{label}", path[k], k)
             if trial is None:
                 return None
             runs[k] = trial
-            good = trial.met if self._quality else not trial.met
+            good = trial.met if self._asks_quality else not trial.met
             fast = all(t.met_by(trial.run.metrics) for t in self.targets if t.is_speed)
-            if good or (self._quality and not fast):
+            if good or (self._asks_quality and not fast):
                 hi = k
             else:
                 lo = k
-        return (runs[lo], runs[hi]) if self._quality and hi - lo == 1 and hi in runs else None
+        return (runs[lo], runs[hi]) if self._asks_quality and hi - lo == 1 and hi in runs else None
 
     def _next(self, errors: list[float], lo: int, hi: int) -> int:
         """The shortest part of the path that is predicted to meet the targets, kept off the ends of the bracket."""
@@ -299,7 +293,7 @@ class _Calibration:
 
     def _order(self, trial: _Trial) -> tuple[float, float]:
         """Cheapest first; where only speed was asked for, the most precise first."""
-        return (trial.cost, trial.ratio) if self._quality else (-trial.cost, 0.0)
+        return (trial.cost, trial.ratio) if self._asks_quality else (-trial.cost, 0.0)
 
     # What is said.
 
@@ -315,7 +309,7 @@ class _Calibration:
 
     def _unreachable(self) -> str:
         asked = ", ".join(t.text for t in self.targets)
-        ended = f" ({self.ended})" if self.ended else "; only exact attention is left" if self._quality else ""
+        ended = f" ({self.ended})" if self.ended else "; only exact attention is left" if self._asks_quality else ""
         return (
             f"{asked} was not reached with any attention quantized{ended}. Tried, cheapest first:\n{self._tried()}\n"
             f"Loosen the target; what was measured is kept in {self.state.path} and is used again"
@@ -328,8 +322,8 @@ class _Calibration:
         )
 
     def _record(self, best: _Trial) -> Calibration:
-        key, facts = self.state.key, environment()
-        shown = [*_ACHIEVED, *(["speed"] if any(t.is_speed for t in self.targets) else [])]
+        key, device = self.state.key, str(self.judge.device)
+        shown = [f.key for f in FIGURES if f.key != "speed" or any(t.is_speed for t in self.targets)]
         kept = {n: float(f"{v:.6g}") for n, v in best.run.metrics.items() if n in shown}
         task = key["task"]
         if self.judge.kind == "text":
@@ -337,15 +331,12 @@ class _Calibration:
         else:
             drawn = len(task["prompts"]) * len(task.get("seeds") or [0])
             what = f"{task['kind']}s: {drawn}, steps: {task['steps']}"
-        device = str(self.judge.device)
-        cards = facts["cuda"]["devices"]
-        name = cards[int(device.partition(":")[2] or 0)]["name"] if device.startswith("cuda") else facts["cpu"]["name"]
         return Calibration(
             schema_version=CALIBRATION_SCHEMA, model_hash=self.hash, targets=tuple(t.text for t in self.targets),
             achieved=kept, cost=float(f"{best.cost:.4g}"), card=self.model.card,
             date=datetime.now(UTC).date().isoformat(), command=self.command,
             setting={"model": self.judge.facts()["class"], "dtype": self.judge.facts()["dtype"], "task": what,
-                     "device": f"{device}, {name}"}
+                     "device": f"{device}, {machine_name(environment(), device)}"}
             | ({"speed": self.speed_is} if "speed" in kept else {}) | key["versions"],
         )  # fmt: skip
 
@@ -354,21 +345,16 @@ class _Calibration:
         best_single = min(single, key=lambda t: t.cost, default=None)
         below = {g.site for g in self.groups if best.choice[g.site, g.bucket] != EXACT}
         plan = self.judge.plan(policy)
-        return {
-            "schema": 1,
+        return record(self.command, self.judge.config) | {
             "kind": "calibrate",
             "task": self.judge.kind,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": self.command,
-            "environment": environment(),
-            "config": near(self.judge.config.model_dump(mode="json", exclude_none=True)),
             "model": self.judge.facts() | {"hash": self.hash},
             "targets": [{"target": t.text, "value": t.value(best.run.metrics), "met": True} for t in self.targets],
             "cost_model": {"card": self.model.card, "relative": dict(self.model.relative), "source": self.model.source},
             "ladder": list(self.model.ladder),
             "scoring": {"inputs": INPUTS, "max_scores_of_a_call": MAX_WORK, "no_step_buckets": self.no_buckets},
             "buckets": [{"name": b.name, "steps": list(b.steps)} for b in self.buckets],
-            "groups": [g.row() | {"recipe": best.choice[g.site, g.bucket]} for g in self.groups],
+            "groups": [asdict(g) | {"recipe": best.choice[g.site, g.bucket]} for g in self.groups],
             "path": [
                 {"upgrades": k, "cost": choose.cost(self.groups, c, self.model), "error": choose.error(self.groups, c)}
                 for k, c in enumerate(path)
@@ -396,6 +382,3 @@ _REMEDIES = {
     "dtype_float32": "; set policy.quantize_fp32: true",
     "short": "; take longer inputs, or set policy.min_kv_len, which overrules the card's break-even lengths",
 }
-_ACHIEVED = (
-    "kl", "top1", "ppl", "ppl_change", "agreement", "psnr", "worst_psnr", "ssim", "worst_ssim",
-)  # fmt: skip

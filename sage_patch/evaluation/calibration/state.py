@@ -2,105 +2,60 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration.score import Bucket, Group
-from sage_patch.evaluation.environment import environment
-from sage_patch.evaluation.judge import Judge
-from sage_patch.evaluation.tables import write_whole
-from sage_patch.evaluation.text import near
+from sage_patch.evaluation.checkpoint import Checkpoint
+from sage_patch.evaluation.environment import RESULTS_SCHEMA, environment, near
+from sage_patch.evaluation.judge import Judge, Measured
 from sage_patch.policy import CALIBRATION_SCHEMA, Policy
 
 NAME = "calibrate_state.json"
-BEFORE = "calibrate_state.before.json"  # of the setting before this one
-
-
-class StateError(SagePatchError, ValueError):
-    """A file could not be written; the message says which, that nothing was lost, and what to do."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One full run. metrics: `judge.Measured.metrics`, and speed. exact_sites: site -> why none of its calls ran
-    quantized. took: seconds of the run with everything around it. each: the figures of every window or picture."""
-
-    name: str
-    metrics: dict[str, float]
-    unavailable: dict[str, str]
-    seconds: float
-    baseline_seconds: float
-    attention_seconds: float | None
-    exact_sites: dict[str, str]
-    took: float
-    each: list[dict[str, Any]]
 
 
 @dataclass
 class State:
-    """Scores and runs of one setting. key: everything that they depend on; another key starts afresh."""
+    """Scores and full runs of one setting. runs: by what was chosen, see `choice_key`. reused: runs that were found."""
 
-    path: Path
-    key: dict[str, Any]
+    checkpoint: Checkpoint
     groups: list[Group] = field(default_factory=list)
-    runs: dict[str, Run] = field(default_factory=dict)  # by what was chosen, see `choice_key`
+    runs: dict[str, Measured] = field(default_factory=dict)
     baseline: dict[str, Any] = field(default_factory=dict)
-    reused: int = 0  # runs that were found here, and what they took
-    reused_seconds: float = 0.0
+    reused: int = 0
+    reused_seconds: float = 0.0  # that they took
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """Everything that scores and runs depend on."""
+        return self.checkpoint.identity
 
     def save(self) -> None:
-        """Write the file; it appears whole or not at all. Raises StateError if it cannot be written."""
-        value = {
-            "key": self.key,
-            "baseline": self.baseline,
-            "groups": [g.row() for g in self.groups],
-            "runs": {choice: asdict(run) for choice, run in self.runs.items()},
-        }
-        write_kept(self.path, json.dumps(value, indent=1) + "\n", self.path)
-
-
-def write_kept(path: Path, text: str, state: Path) -> None:
-    """Write a whole file, or raise StateError, which says what is kept in `state`; an older file stays as it was."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
-    except OSError as error:
-        kept = f"; what was measured before is kept in {state}" if state.is_file() else ""
-        raise StateError(
-            f"{path} could not be written ({error.strerror or error}); a file of that name is as it was{kept}. "
-            "Make room or name another place, and give the same command again: it goes on from there"
-        ) from error
+        """Write the file; it appears whole or not at all. Raises CheckpointError if it cannot be written."""
+        runs = {choice: run.row() for choice, run in self.runs.items()}
+        self.checkpoint.write({"baseline": self.baseline, "groups": [asdict(g) for g in self.groups], "runs": runs})
 
 
 def open_state(folder: Path, key: dict[str, Any]) -> State:
-    """The state in the folder if it is of the same setting. Else an empty one, and the other is kept under BEFORE.
+    """The state in the folder if it is of the same setting; else an empty one, and the other is kept beside.
 
     It is written at once: a disk that is full or read-only is found before the work.
     """
-    state = State(folder / NAME, json.loads(json.dumps(key)))
-    if state.path.is_file():
-        found = _read(state.path)
-        if found.get("key") == state.key:
-            state.baseline = found["baseline"]
-            state.groups = [Group(**row) for row in found["groups"]]
-            state.runs = {choice: Run(**row) for choice, row in found["runs"].items()}
-            state.reused = len(state.runs)
-            state.reused_seconds = sum(run.took for run in state.runs.values())
-        else:
-            state.path.replace(folder / BEFORE)
+    state = State(Checkpoint(folder / NAME, key, ours=True))
+    found = state.checkpoint.found
+    if found:
+        state.baseline = found["baseline"]
+        state.groups = [Group(**row) for row in found["groups"]]
+        state.runs = {choice: Measured.of(row) for choice, row in found["runs"].items()}
+        state.reused = len(state.runs)
+        state.reused_seconds = sum(run.took for run in state.runs.values())
     state.save()
     return state
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # cut off or written by hand: of no setting
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def key_of(judge: Judge, base: Policy, buckets: tuple[Bucket, ...]) -> dict[str, Any]:
@@ -109,7 +64,7 @@ def key_of(judge: Judge, base: Policy, buckets: tuple[Bucket, ...]) -> dict[str,
     packages = environment()["packages"]
     library = "transformers" if judge.kind == "text" else "diffusers"
     return {
-        "schema": CALIBRATION_SCHEMA,
+        "schema": [CALIBRATION_SCHEMA, RESULTS_SCHEMA],
         "model_hash": judge.model_hash,
         "task": near(config["task"]) | {"seed": config["seed"]},
         "base": {n: getattr(base, n) for n in ("on_unsupported", "quantize_fp32", "min_q_len", "min_kv_len")},

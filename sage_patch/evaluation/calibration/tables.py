@@ -6,17 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_patch.evaluation.calibration.state import NAME, write_kept
+from sage_patch.evaluation.calibration.state import NAME
+from sage_patch.evaluation.checkpoint import write_kept
 from sage_patch.evaluation.tables import Table, plain, plan_table
+from sage_patch.figures import BY_KEY, BY_TARGET
 
 if TYPE_CHECKING:
     from sage_patch.evaluation.calibration.search import Calibrated
-
-_SHOWN = (
-    ("kl", "KL", "{:.4g}"), ("ppl_change", "ppl", "{:+.2%}"), ("top1", "top-1", "{:.2%}"),
-    ("agreement", "greedy", "{:.0%}"), ("worst_psnr", "worst PSNR", "{:.2f}"), ("worst_ssim", "worst SSIM", "{:.4f}"),
-    ("speed", "speed", "{:.2f} x"),
-)  # fmt: skip
 
 
 def calibrate_tables(results: dict[str, Any]) -> list[Table]:
@@ -24,10 +20,10 @@ def calibrate_tables(results: dict[str, Any]) -> list[Table]:
     chosen = results["chosen"]["name"]
     rows = []
     for run in sorted(results["runs"], key=lambda r: r["cost"]):
-        figures = [form.format(run["metrics"][key]) if key in run["metrics"] else "" for key, _, form in _SHOWN]
+        figures = [f.text(run["metrics"][f.key]) if f.key in run["metrics"] else "" for f in BY_TARGET.values()]
         verdict = "chosen" if run["name"] == chosen else "met" if run["met"] else "missed"
         rows.append((run["name"], f"{run['cost']:.3f}", *figures, verdict))
-    columns = ("<run", "cost", *(head for _, head, _ in _SHOWN), "<targets")
+    columns = ("<run", "cost", *(f.heading for f in BY_TARGET.values()), "<targets")
     model, single = results["cost_model"], results["best_single_rung"]
     note = f"Cost is attention time relative to exact, by the cost model of {model['card']} ({model['source']})."
     if single is not None:
@@ -43,9 +39,10 @@ def calibrate_tables(results: dict[str, Any]) -> list[Table]:
 def write_calibration(folder: Path, policy: Path, found: Calibrated, tables: list[Table], rules: str) -> list[Path]:
     """calibrate.json and calibrate.md in the folder, and the policy file last; each appears whole or not at all.
 
-    rules: the policy as YAML. Raises StateError if one cannot be written.
+    rules: the policy as YAML. Raises CheckpointError if one cannot be written.
     """
     results, state = found.results, folder / NAME
+    kept = "a file of that name is as it was" + f"; what was measured before is kept in {state}" * state.is_file()
     head = f"# {results['model']['class']}\n\n{results['date']}, {results['seconds']:.0f} s, `{results['command']}`\n\n"
     texts = {
         folder / "calibrate.json": json.dumps(plain(results), indent=1, allow_nan=False) + "\n",
@@ -53,7 +50,7 @@ def write_calibration(folder: Path, policy: Path, found: Calibrated, tables: lis
         policy: header(found) + rules,
     }
     for path, text in texts.items():
-        write_kept(path, text, state)
+        write_kept(path, text, kept)
     return list(texts)
 
 
@@ -75,5 +72,5 @@ def header(found: Calibrated) -> str:
 
 
 def _figures(achieved: Any) -> str:
-    known = {key: (head, form) for key, head, form in _SHOWN}
-    return ", ".join(f"{known[k][0]} {known[k][1].format(v)}" for k, v in achieved.items() if k in known)
+    shown = [BY_KEY[k] for k in achieved if k in BY_KEY and BY_KEY[k].target]
+    return ", ".join(f"{f.heading} {f.text(achieved[f.key])}" for f in shown)

@@ -1,17 +1,17 @@
 """What a calibration must reach, as it is asked for on the command line: "ppl<=+0.5%", "psnr>=30", "speed>=1.2".
 
-Each figure has a damage: a number that is 0 for the unpatched model and adds up over independent errors, as the power
-of noise does. That is what lets a sum of local errors predict an end metric.
+Which figures there are, and how they add up, is in `figures.py`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sage_patch.errors import SagePatchError
+from sage_patch.figures import BY_TARGET, Figure
 from sage_patch.recipes import nearest
 
 
@@ -19,32 +19,6 @@ class TargetError(SagePatchError, ValueError):
     """A target that cannot be read, or that this kind of task cannot measure."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One figure that may be a target.
-
-    key: its name in `judge.Measured.metrics`. at_most: it is an upper bound. kinds: the tasks that measure it. exact:
-    its value for the unpatched model. damage: of a value. what: for people.
-    """
-
-    key: str
-    at_most: bool
-    kinds: tuple[str, ...]
-    exact: float
-    damage: Callable[[float], float]
-    what: str
-
-
-_PICTURES = ("image", "video")
-FIGURES: dict[str, Figure] = {
-    "ppl": Figure("ppl_change", True, ("text",), 0.0, lambda v: max(v, 0.0), "change of the perplexity"),
-    "kl": Figure("kl", True, ("text",), 0.0, lambda v: max(v, 0.0), "mean KL divergence, nats a token"),
-    "top1": Figure("top1", False, ("text",), 1.0, lambda v: (1 - v) ** 2, "next-token agreement"),
-    "agreement": Figure("agreement", False, ("text",), 1.0, lambda v: (1 - v) ** 2, "agreement of greedy texts"),
-    "psnr": Figure("worst_psnr", False, _PICTURES, math.inf, lambda v: 10 ** (-v / 10), "PSNR of the worst frame, dB"),
-    "ssim": Figure("worst_ssim", False, _PICTURES, 1.0, lambda v: max(1 - v, 0.0), "SSIM of the worst frame"),
-    "speed": Figure("speed", False, ("text", *_PICTURES), 1.0, lambda v: 0.0, "end-to-end speed over unpatched"),
-}
 _TEXT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(%?)\s*", re.IGNORECASE)
 
 
@@ -58,7 +32,7 @@ class Target:
 
     @property
     def figure(self) -> Figure:
-        return FIGURES[self.name]
+        return BY_TARGET[self.name]
 
     @property
     def is_speed(self) -> bool:
@@ -71,11 +45,11 @@ class Target:
     def met_by(self, metrics: Mapping[str, float]) -> bool:
         """Does what was measured keep the bound? A missing figure or NaN keeps none."""
         value = self.value(metrics)
-        return value <= self.bound if self.figure.at_most else value >= self.bound
+        return value >= self.bound if self.figure.more else value <= self.bound
 
     def shown(self, value: float) -> str:
         """The figure for people: "ppl +0.12 %", "psnr 34.20"."""
-        if self.name == "ppl":
+        if self.figure.unit == "change":
             return f"ppl {100 * value:+.2f} %"
         return f"{self.name} {value:.4g}"
 
@@ -98,20 +72,22 @@ def _parse(text: str, kind: str) -> Target:
     if found is None:
         raise TargetError(f"cannot read the target {text!r}: write FIGURE<=BOUND or FIGURE>=BOUND; {_examples(kind)}")
     name, sign, number, percent = found[1].lower(), found[2], float(found[3]), found[4]
-    if name not in FIGURES:
-        raise TargetError(f"target {text!r}: unknown figure {name!r}{nearest(name, FIGURES)}; {_examples(kind)}")
-    figure = FIGURES[name]
+    if name not in BY_TARGET:
+        raise TargetError(f"target {text!r}: unknown figure {name!r}{nearest(name, BY_TARGET)}; {_examples(kind)}")
+    figure = BY_TARGET[name]
     if kind not in figure.kinds:
         raise TargetError(f"target {text!r}: {name} is not measured by {kind} tasks; {_examples(kind)}")
-    if (sign == "<=") != figure.at_most:
-        better = "<=" if figure.at_most else ">="
-        raise TargetError(f"target {text!r}: {name} is the {figure.what}, so its bound is written {name}{better}BOUND")
+    better = ">=" if figure.more else "<="
+    if sign != better:
+        raise TargetError(f"target {text!r}: {name} is the {figure.name}, so its bound is written {name}{better}BOUND")
     bound = number / 100 if percent else number
-    if name == "ppl" and not percent:
-        raise TargetError(f"target {text!r}: ppl is a change in percent of the unpatched model's; write ppl<=+0.5%")
-    if percent and name in ("psnr", "kl", "speed"):
+    if figure.unit == "change" and not percent:
+        raise TargetError(
+            f"target {text!r}: {name} is a change in percent of the unpatched model's; write {name}{better}+0.5%"
+        )
+    if percent and figure.unit not in ("change", "share"):
         raise TargetError(f"target {text!r}: {name} is no share, so its bound has no %")
-    if name in ("top1", "agreement", "ssim") and not 0 <= bound <= 1:
+    if figure.unit == "share" and not 0 <= bound <= 1:
         raise TargetError(f"target {text!r}: {name} is a share, from 0 to 1 (or 0 % to 100 %); got {number:g}")
     return Target(text.strip(), name, bound)
 
@@ -128,8 +104,8 @@ def damage_ratio(targets: Iterable[Target], metrics: Mapping[str, float]) -> flo
 
 def exact_misses(targets: Iterable[Target]) -> Target | None:
     """A target of quality that not even the unpatched model meets, or None."""
-    quality = (t for t in targets if not t.is_speed)
-    return next((t for t in quality if not t.met_by({t.figure.key: t.figure.exact})), None)
+    quality = (t for t in targets if not t.is_speed and t.figure.exact is not None)
+    return next((t for t in quality if not t.met_by({t.figure.key: t.figure.exact or 0.0})), None)
 
 
 def _examples(kind: str) -> str:

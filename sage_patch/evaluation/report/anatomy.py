@@ -17,7 +17,7 @@ def anatomy(files: list[Node]) -> list[Section]:
             )  # fmt: skip
             lines = [
                 (e["name"].value, f"`{e['recipe'].value}`", e["misplaced"].number(".2%"), e["cosine"].number(".4%"),
-                 e["relative_l1"].number(".4f"), e["worst_row"].number(".3f"))
+                 e["rel_l1"].number(".4f"), e["worst_row"].number(".3f"))
                 for e in model["errors"]
             ]  # fmt: skip
             table = Grid(
@@ -73,7 +73,7 @@ def ablation(files: list[Node]) -> list[Section]:
         for table in titles:
             recipes = [r["recipe"].value for r in models[0][1]["tables"][table]]
             lines: list[tuple[Cell, ...]] = [
-                (f"`{recipe}`", *(m["tables"][table][i]["relative_l1"].number(".4f") for _, m in models))
+                (f"`{recipe}`", *(m["tables"][table][i]["rel_l1"].number(".4f") for _, m in models))
                 for i, recipe in enumerate(recipes)
             ]
             blocks.append(Grid(table, ("<variant", *(title for title, _ in models)), tuple(lines), heat=HEAT))

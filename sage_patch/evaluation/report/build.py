@@ -102,11 +102,15 @@ def _kind(path: Path, value: Any) -> str:
     """A key of KINDS."""
     if not isinstance(value, dict):
         raise ReportError(f"{path} holds a {type(value).__name__}; taken are {', '.join(KINDS.values())}")
+    task = value.get("kind") in ("text", "image", "video") and "plan" in value
+    if '"relative_l1"' in json.dumps(value) or (task and value.get("complete", True) and value.get("schema", 1) < 2):
+        remedy = f"python scripts/rewrite_results.py {path} brings it up to date"
+        raise ReportError(f"{path} has the keys of an earlier release; {remedy}")
     if value.get("kind") in ("ablation", "anatomy", "calibrate"):
         return str(value["kind"])
     if value.get("what") == "evaluate" and not value.get("complete"):
         raise ReportError(f"{path} is of an evaluation that was stopped; run its command again, and it continues")
-    if value.get("kind") in ("text", "image", "video") and "plan" in value:
+    if task:
         return "run"
     if "rows" in value and "device" in value.get("environment", {}):
         return "bench"

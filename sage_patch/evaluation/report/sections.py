@@ -67,7 +67,7 @@ def accounting(benches: list[Node], models: list[Node]) -> list[Section]:
             )
             name = str(model["model"].value)
             charts.append(Bars(name, " x", bars, reference=1.0))
-            figures = (kernel, call, whole, share, ours["relative_l1"].number(".4f"))
+            figures = (kernel, call, whole, share, ours["rel_l1"].number(".4f"))
             lines.append((name, attention["tokens"].number(","), row["kv_len"].number(","), *figures))
     columns = (
         "<model", "tokens", "bench tokens", "kernel, x", "call, x", "model, x", "attention share", "relative L1"
@@ -97,9 +97,7 @@ def error_map(runs: list[Node], ablations: list[Node]) -> list[Section]:
     for file in ablations:
         for title, model in models_of(file):
             if model.get("sites"):
-                pairs = [
-                    (r["site"].value, f"`{r['recipe'].value}`", r["relative_l1"].number(".4f")) for r in model["sites"]
-                ]
+                pairs = [(r["site"].value, f"`{r['recipe'].value}`", r["rel_l1"].number(".4f")) for r in model["sites"]]
                 blocks.append(_sites_by(title, pairs))
                 shown.append(file)
     for run in runs:
@@ -108,16 +106,18 @@ def error_map(runs: list[Node], ablations: list[Node]) -> list[Section]:
             shown.append(run)
         elif run.get("sites"):
             pairs = [
-                (s["site"].value, "under the policy", s["relative_l1"].number(".4f"))
+                (s["site"].value, "under the policy", s["rel_l1"].number(".4f"))
                 for s in run["sites"]
-                if s.get("relative_l1")
+                if s.get("rel_l1")
             ]
             if pairs:
                 blocks.append(_sites_by(title_of(run), pairs))
                 shown.append(run)
-        elif run.get("quality") and run["quality"][0].get("sites"):
+        elif any(row.get("outputs") and row["outputs"].value for row in run["rows"]):
             pairs = [
-                (s["name"].value, name_of(q), s["rel_l1"].number(".4f")) for q in run["quality"] for s in q["sites"]
+                (s["site"].value, name_of(row), s["rel_l1"].number(".4f"))
+                for row in run["rows"]
+                for s in row["outputs"]
             ]
             blocks.append(_sites_by(f"{title_of(run)}, with what a site inherits from the layers before it", pairs))
             shown.append(run)
@@ -178,7 +178,7 @@ def title_of(run: Node) -> str:
     spec = run.value.get("config", {}).get("model", {})
     name = str(spec.get("gguf") or spec.get("path") or run["model"]["class"].value).rstrip("/").rpartition("/")[2]
     what = "calibrate" if run["kind"].value == "calibrate" else run.value.get("what")
-    return f"{name}, {run.value.get('task', run['kind'].value)}" + (f", {what}" if what else "")
+    return f"{name}, {run.value.get('task', run['kind'].value)}" + (f", {what}" if what not in (None, "run") else "")
 
 
 def name_of(row: Node) -> str:

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import sage_patch
-from sage_patch.integrations.diffusers import unreached_modules
+from sage_patch.integrations.sites import find_sites
 from sage_patch.integrations.transformers import OwnAttentionError
+from sage_patch.integrations.unreached import unreached_modules
 from sage_patch.policy import Policy
 
 from .build import build, outputs
@@ -39,7 +40,7 @@ def measure(denoiser) -> dict:
     model = build(denoiser)
     record: dict = {
         "kind": denoiser.kind,
-        "unreached": dict(collections.Counter(c for _, c in unreached_modules(model))),
+        "unreached": dict(collections.Counter(u.class_name for u in unreached_modules(model, find_sites(model)))),
     }
     if denoiser.name in LEFT_OUT:
         roles = collections.Counter(site.role for site in sage_patch.plan(model).sites)
@@ -52,7 +53,7 @@ def measure(denoiser) -> dict:
     try:
         with sage_patch.applied(model, EXACT) as handle:
             record["exact_difference"] = difference(outputs(model, fed), expected)
-            rows = handle.stats()
+            rows = handle.rows()
     except OwnAttentionError as error:
         return record | {"outcome": "refused", "refusal": str(error), "calls": 0}
     record["outcome"] = "routed"
@@ -63,7 +64,7 @@ def measure(denoiser) -> dict:
         with sage_patch.applied(model, policy) as handle:
             record[f"{name}_difference"] = difference(outputs(model, fed), expected)
             calls: collections.Counter = collections.Counter()
-            for row in handle.stats():
+            for row in handle.rows():
                 calls[" ".join(filter(None, (row["recipe"], row["reason"])))] += row["calls"]
             record[f"{name}_calls"] = dict(calls)
     record["revert_difference"] = difference(outputs(model, fed), expected)
