@@ -105,13 +105,8 @@ SAGE2_DEV void extend(Range &range, const uint4 &x, bool bf16) {
   const uint32_t w[4] = {x.x, x.y, x.z, x.w};
   #pragma unroll
   for (int i = 0; i < 4; i++)
-    if (bf16) {
-      asm("min.bf16x2 %0,%0,%1;" : "+r"(range.low[i]) : "r"(w[i]));
-      asm("max.bf16x2 %0,%0,%1;" : "+r"(range.high[i]) : "r"(w[i]));
-    } else {
-      asm("min.f16x2 %0,%0,%1;" : "+r"(range.low[i]) : "r"(w[i]));
-      asm("max.f16x2 %0,%0,%1;" : "+r"(range.high[i]) : "r"(w[i]));
-    }
+    if (bf16) extend_bf16x2(range.low[i], range.high[i], w[i]);
+    else extend_f16x2(range.low[i], range.high[i], w[i]);
 }
 // Asks the L2 for a block of K and V, a 128-byte line a thread: a later block's way from memory overlaps this one's
 // work.
@@ -122,7 +117,7 @@ template<int DIM, Mode MODE> SAGE2_DEV void prefetch(const Params &p, const Head
   const int64_t from = token_of<MODE>(h, t);
   const uint16_t *row = threadIdx.x % 2 ? h.v + from * p.v.token : h.k + from * p.k.token;
   const int channel = threadIdx.x / 2 % kLines * 64;
-  if (channel < p.head_dim) asm volatile("prefetch.global.L2 [%0];" ::"l"(row + channel));
+  if (channel < p.head_dim) prefetch_l2(row + channel);
 }
 
 // Eight vector elements from shared memory.
@@ -333,7 +328,7 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, ui
     for (int j = 0; j < kPasses; j++) {  // the swizzle repeats every 8 rows
       float f[8];
       // Centred again: 32 registers that are not there.
-      asm volatile("" : "+r"(k[j].x), "+r"(k[j].y), "+r"(k[j].z), "+r"(k[j].w));
+      forget(k[j].x, k[j].y, k[j].z, k[j].w);
       centred(j, f);
       if constexpr (PACKED) *(uint32_t *)(out + j * kRows * kPanel) = pack_s4(f, s8.inverse);
       else

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from sage_patch.reference.emulator import forward, forward_mma
 from sage_patch.reference.emulator.float32 import to_half
-from sage_patch.reference.emulator.prepare import Prepared
-from zoo.lane_simulator import Options, compile_simulator, simulate
+from sage_patch.reference.emulator.prepare import Prepared, padded_dim, prepare
+from sage_patch.reference.emulator.visible import present
+from zoo.lane_simulator import Options, compile_simulator, k_image, simulate, simulate_prepare, v_image
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,45 @@ def check(
     assert far.float().mean() < 0.01 and (out.float() - expected).abs().max() < 0.02, far.float().mean()
     assert torch.equal(out_lse.isinf(), lse.isinf())
     assert torch.allclose(out_lse, lse, atol=2e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv_len", "recipe", "dtype", "options"),
+    [
+        (64, 300, "qk_int8_pv_fp8", torch.float16, {}),
+        (64, 300, "qk_int8_pv_fp16", torch.bfloat16, {"size": 2}),
+        (128, 520, "qk_int8_pv_fp8", torch.bfloat16, {"size": 4}),
+        (128, 130, "qk_int8_pv_fp16", torch.float16, {"aligned": False}),
+        (100, 200, "qk_int8_pv_fp8", torch.float16, {"aligned": False, "size": 2}),
+        (64, 200, "qk_int4_pv_fp16", torch.float16, {"packed": True}),
+        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"packed": True, "size": 2}),
+        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"aligned": False}),
+        (256, 200, "qk_int8_pv_fp8", torch.float16, {}),
+        (256, 130, "qk_int8_pv_fp16", torch.float16, {"size": 2}),
+        (64, 300, "qk_int8_pv_fp8", torch.float16, {"kv_lens": [130, 0], "kv_starts": [7, 0]}),
+    ],
+)
+def test_images_without_clusters(
+    library: ctypes.CDLL, dim: int, kv_len: int, recipe: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """The pre-processing writes the emulator's images, which are the Hopper kernel's, bit for bit."""
+    kv_lens, starts = options.get("kv_lens"), options.get("kv_starts")
+    _, key, value = (x.to(dtype) for x in inputs(1, 2, 1, kv_len, dim, batch=2))
+    found = simulate_prepare(library, key, value, recipe, **options)
+    there, values, keys = present(key, value, kv_lens, starts, None)
+    fp16, width = recipe.endswith("fp16"), padded_dim(dim)
+    want = prepare(there, values, keys.tolist(), width, fp16, True, int4=recipe.startswith("qk_int4"))
+    half = min(width, 128)
+    parts = [v_image(want.v[..., at : at + half]).flatten() for at in range(0, width, half)]
+    written = torch.arange(want.k.shape[1]) < -(-keys.repeat_interleave(2)[:, None] // 128)  # images of keys that exist
+    assert torch.equal(
+        found["k"].view(*written.shape, -1)[written], k_image(want.k, bool(options.get("packed")))[written]
+    )
+    v, wanted = (x.view(len(parts), *written.shape, -1)[:, written] for x in (found["v"], torch.cat(parts)))
+    assert torch.equal(v, wanted)
+    assert torch.equal(found["k_scale"][written], want.k_scale[written])
+    for name in ("k_mean", "v_mean", "v_scale"):
+        assert torch.equal(found[name], getattr(want, name)), name
 
 
 SHAPE = (2, 1, 150, 333, 128)  # heads, kv heads, rows, keys, channels

@@ -49,6 +49,18 @@ class Call(ctypes.Structure):
     )
 
 
+class PrepareCall(ctypes.Structure):
+    """PrepareCall of lane_simulator/simulate.cpp."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in "key value k v k_scale k_mean v_mean v_scale kv_lens kv_starts".split()
+    ] + [
+        (name, ctypes.c_int32)
+        for name in "batch kv_heads kv_len head_dim blocks bf16 fp16_pv int4 smooth_v size aligned".split()
+    ]  # fmt: skip
+
+
 def compile_simulator(folder: Path) -> ctypes.CDLL | None:
     """The kernels' headers beside the simulator's, compiled in `folder`; None without a C++ compiler."""
     compiler = shutil.which("g++") or shutil.which("c++")
@@ -139,6 +151,41 @@ def mask_bits(visible: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _unsigned(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
+
+
+def simulate_prepare(
+    library: ctypes.CDLL, key: Tensor, value: Tensor, recipe: str, *, packed: bool = False, size: int = 1,
+    aligned: bool = True, kv_lens: list[int] | None = None, kv_starts: list[int] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The bytes of the K and V images, scales and vectors that the pre-processing without clusters writes.
+
+    key, value [batch, kv_heads, kv_len, head_dim], contiguous; size: CTAs of a head; aligned: rows of whole 16 bytes.
+    """
+    batch, kv_heads, kv_len, head_dim = key.shape
+    dim = next(width for width in (64, 128, 256) if width >= head_dim)
+    heads, blocks, fp16, int4 = (
+        batch * kv_heads,
+        -(-kv_len // 128),
+        recipe.endswith("fp16"),
+        recipe.startswith("qk_int4"),
+    )
+    out = {
+        "k": torch.zeros(heads * blocks * 128 * dim // (2 if packed else 1), dtype=torch.uint8),
+        "v": torch.zeros(heads * blocks * 128 * dim * (2 if fp16 else 1), dtype=torch.uint8),
+        "k_scale": torch.zeros(heads, blocks, 4),
+        **{name: torch.zeros(heads, dim) for name in ("k_mean", "v_mean", "v_scale")},
+    }
+    given = {"kv_lens": kv_lens, "kv_starts": kv_starts}
+    tensors = {"key": key, "value": value} | out
+    tensors |= {name: torch.tensor(x, dtype=torch.int32) for name, x in given.items() if x is not None}
+    call = PrepareCall(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        batch=batch, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, blocks=blocks,
+        bf16=key.dtype == torch.bfloat16, fp16_pv=fp16, int4=2 if packed else int4, smooth_v=True, size=size,
+        aligned=aligned,
+    )  # fmt: skip
+    library.simulate_prepare(ctypes.byref(call))
+    return out
 
 
 def simulate(

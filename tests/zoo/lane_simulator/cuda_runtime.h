@@ -44,7 +44,7 @@ struct Copy {
   uint32_t to;
   const void *from;
 };
-inline Dim thread, block;
+inline Dim thread, block, size;
 inline int threads, cta_waiting, cta_turn;
 inline std::vector<uint8_t> shared;
 inline std::vector<Warp> warps;
@@ -95,7 +95,7 @@ inline void launch(int blocks, int n, int bytes, const std::function<void()> &ke
   static std::vector<char> stacks;
   stacks.resize(n * kStack);
   body = kernel;
-  threads = n;
+  threads = size.x = n;
   for (block.x = 0; block.x < (unsigned)blocks; block.x++) {
     shared.assign(bytes, 0xFF);  // NaN everywhere: nothing may be read before it is written
     warps.assign(n / 32, Warp());
@@ -126,6 +126,7 @@ inline void launch(int blocks, int n, int bytes, const std::function<void()> &ke
 }  // namespace simulator
 #define threadIdx (simulator::thread)
 #define blockIdx (simulator::block)
+#define blockDim (simulator::size)
 
 // ------------------------------------------------------------------ intrinsics
 inline void __syncwarp() { simulator::sync_warp(); }
@@ -154,6 +155,11 @@ inline unsigned __reduce_or_sync(unsigned, unsigned x) {
   simulator::sync_warp();
   return y;
 }
+inline unsigned __ballot_sync(unsigned m, bool x) {
+  return __reduce_or_sync(m, (unsigned)x << simulator::thread.x % 32);
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline void atomicMax(uint32_t *p, uint32_t x) { *p = max(*p, x); }
 inline int __any_sync(unsigned m, int x) { return __reduce_or_sync(m, x != 0) != 0; }
 inline int __all_sync(unsigned m, int x) { return !__any_sync(m, !x); }
 template<class T> T __ldg(const T *p) { return *p; }

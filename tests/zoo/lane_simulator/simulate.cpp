@@ -2,10 +2,12 @@
 // test_lane_simulator.py compiles it beside a copy of the kernels' headers.
 namespace sage2 {
 namespace {
-unsigned char smem[1];  // stands for the shared memory that a kernel declares
-}
+// Stands for the shared memory that a kernel declares: the pre-processing uses it, the attention kernels' is simulated.
+alignas(1024) unsigned char smem[48 << 10];
+}  // namespace
 }  // namespace sage2
 #include "fwd_mma.cuh"
+#include "quantize_mma.cuh"
 
 using namespace sage2;
 
@@ -45,6 +47,58 @@ template<int DIM> static void run(const Params &p, int product, bool packed) {
   if (product == kPvFp8) return run<DIM, kPvFp8>(p, packed);
   if (product == kPvFp16) return run<DIM, kPvFp16>(p, packed);
   if constexpr (DIM <= 128) run<DIM, kPvFp16Split>(p, packed);
+}
+
+// Mirrored by `PrepareCall`. Contiguous tensors; size: CTAs that share a head.
+struct PrepareCall {
+  const uint16_t *key, *value;
+  uint8_t *k, *v;
+  float *k_scale, *k_mean, *v_mean, *v_scale;
+  const int32_t *kv_lens, *kv_starts;
+  int32_t batch, kv_heads, kv_len, head_dim, blocks, bf16, fp16_pv, int4, smooth_v, size, aligned;
+};
+template<int DIM, bool FP16, Mode MODE, bool PACKED> static void prepare(const Params &p, int size) {
+  const int heads = p.batch * p.kv_heads, n = heads * DIM;
+  memset(p.images.v_scale, 0, n * sizeof(float));
+  memset(smem, 0xFF, sizeof smem);
+  simulator::launch(heads * size, kThreads, 0, [&] { quantize_k_mma<DIM, MODE, PACKED>(p, size); });
+  memset(smem, 0xFF, sizeof smem);
+  simulator::launch(heads * size, kThreads, 0, [&] { quantize_v_mma<DIM, DIM, FP16, MODE>(p, size); });
+  simulator::launch((n + 255) / 256, 256, 0, [&] { finish_v_scales<FP16>(p.images.v_scale, n); });
+}
+template<int DIM, bool FP16> static void prepare(const Params &p, int size, bool aligned) {
+  if constexpr (DIM <= 128)
+    if (p.int4 == kPackedInt4) return prepare<DIM, FP16, kAny, true>(p, size);
+  if (!aligned) return prepare<DIM, FP16, kAny, false>(p, size);
+  p.bf16 ? prepare<DIM, FP16, kAlignedBf16, false>(p, size) : prepare<DIM, FP16, kAlignedFp16, false>(p, size);
+}
+
+extern "C" int simulate_prepare(const PrepareCall *c) {
+  Params p = {};
+  int32_t counter = 0;
+  const int64_t dim = c->head_dim, keys = c->kv_len;
+  p.k = {c->key, c->kv_heads * keys * dim, keys * dim, dim, c->aligned};
+  p.v = {c->value, c->kv_heads * keys * dim, keys * dim, dim, c->aligned};
+  p.images = {c->k, c->v, c->k_scale, c->k_mean, c->v_mean, c->v_scale, 0, &counter};
+  p.images.v_half = (int64_t)c->batch * c->kv_heads * c->blocks * v_image_bytes(128, c->fp16_pv);
+  p.kv_lens = c->kv_lens;
+  p.kv_starts = c->kv_starts;
+  p.batch = c->batch;
+  p.kv_heads = c->kv_heads;
+  p.kv_len = c->kv_len;
+  p.head_dim = p.v_head_dim = c->head_dim;
+  p.blocks = c->blocks;
+  p.bf16 = c->bf16;
+  p.fp16_pv = c->fp16_pv;
+  p.int4 = c->int4;
+  p.smooth_k = 1;
+  p.smooth_v = c->smooth_v;
+  const int padded = padded_dim(c->head_dim);
+  if (padded == 64) c->fp16_pv ? prepare<64, true>(p, c->size, c->aligned) : prepare<64, false>(p, c->size, c->aligned);
+  else if (padded == 128)
+    c->fp16_pv ? prepare<128, true>(p, c->size, c->aligned) : prepare<128, false>(p, c->size, c->aligned);
+  else c->fp16_pv ? prepare<256, true>(p, c->size, c->aligned) : prepare<256, false>(p, c->size, c->aligned);
+  return 0;
 }
 
 extern "C" int simulate(const Call *c) {
