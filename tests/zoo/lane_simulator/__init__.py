@@ -70,7 +70,7 @@ def compile_simulator(folder: Path) -> ctypes.CDLL | None:
         for path in source.iterdir():
             if path.suffix in (".h", ".cuh", ".cpp"):
                 shutil.copyfile(path, folder / path.name)
-    command = [compiler, "-O2", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-I.", "-w", "simulate.cpp"]
+    command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-I.", "-w", "simulate.cpp"]
     subprocess.run([*command, "-o", "simulate.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "simulate.so"))
 
