@@ -7,8 +7,9 @@
 // tensor cores and softmax overlap between the warps of a scheduler. Of 256 channels of V a launch computes one half.
 //
 // FP16: O accumulates inside the tensor core and is rescaled only when a row maximum moves by more than the slack.
-// FP8 and split FP16: 64 keys are summed apart and folded into O in full fp32, O = O a + T; the tensor core's FP8 sums
-// keep 13 bits, those in fp16 stay in range by the offset: 64 keys x 2^8 x |v| < 2 = 32768.
+// FP8 and split sums: 64 keys are summed apart and folded into O in full fp32, O = O a + T. The tensor core's FP8 sums
+// keep 13 bits; those in fp16 stay in range, FP16 by the offset: 64 keys x 2^8 x |v| < 2 = 32768, FP8 by V's images: 64
+// keys x 448 x kSplitVMax = 64512.
 //
 // What it may use of registers and shared memory: mma_tile.cuh.
 #pragma once
@@ -134,7 +135,8 @@ SAGE2_DEV void weigh(RowSums<C> &sums, const uint32_t (&P)[C::fragments][C::step
         for (int m = 0; m < C::fragments; m++)
           #pragma unroll
           for (int j = 0; j < 2; j++) {
-            if constexpr (C::fp8) mma_e4m3(T[m][j], P[m][step], b[2 * j], b[2 * j + 1]);
+            if constexpr (!C::split) mma_e4m3(T[m][j], P[m][step], b[2 * j], b[2 * j + 1]);
+            else if constexpr (C::fp8) mma_e4m3_split(half[m][j], P[m][step], b[2 * j], b[2 * j + 1]);
             else mma_f16_split(half[m][j], P[m][step], b[2 * j], b[2 * j + 1]);
           }
       }
@@ -142,7 +144,7 @@ SAGE2_DEV void weigh(RowSums<C> &sums, const uint32_t (&P)[C::fragments][C::step
       for (int m = 0; m < C::fragments; m++)
         #pragma unroll
         for (int j = 0; j < 2; j++) {
-          if constexpr (!C::fp8) {
+          if constexpr (C::split) {
             widen(half[m][j][0], false, T[m][j][0], T[m][j][1]);
             widen(half[m][j][1], false, T[m][j][2], T[m][j][3]);
           }

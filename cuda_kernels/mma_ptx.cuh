@@ -40,11 +40,14 @@ SAGE2_MMA_4(mma_s4, int, "r", "m16n8k64", "s32.s4.s4.s32")  // tensor cores of s
 SAGE2_MMA_4(mma_f16, float, "f", "m16n8k16", "f32.f16.f16.f32")
 SAGE2_MMA_4(mma_e4m3, float, "f", "m16n8k32", "f32.e4m3.e4m3.f32")
 // Summed in fp16: twice the rate on GeForce. d: two packed pairs.
-SAGE2_DEV void mma_f16_split(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0,%1},{%2,%3,%4,%5},{%6,%7},{%8,%9};"
-               : "=r"(d[0]), "=r"(d[1])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1]));
-}
+#define SAGE2_MMA_2(NAME, SHAPE, TYPES)                                                                 \
+  SAGE2_DEV void NAME(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {             \
+    asm volatile("mma.sync.aligned." SHAPE ".row.col." TYPES " {%0,%1},{%2,%3,%4,%5},{%6,%7},{%8,%9};"  \
+                 : "=r"(d[0]), "=r"(d[1])                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(d[0]), "r"(d[1])); \
+  }
+SAGE2_MMA_2(mma_f16_split, "m16n8k16", "f16.f16.f16.f16")
+SAGE2_MMA_2(mma_e4m3_split, "m16n8k32", "f16.e4m3.e4m3.f16")
 
 // ------------------------------------------------------------------ order of work
 // o = o a + t, in its place in the program: else the compiler delays it to the end of a tile and keeps all operands.

@@ -17,7 +17,6 @@ constexpr float kMagic = 12582912.f;
 // Log2 units of an integer step, at most. Logits beyond 2^16 alone are touched, as kMaxStep touches them beyond 2^25.
 constexpr float kMaxStepMagic = 0.0625f;
 
-template<class C> using Scores4 = int[kHalfTokens / 8][4];
 template<class C> using Probabilities = uint32_t[C::steps][4];  // operand A of the second product
 
 // Over the keys so far, of rows r and r + 8 of each fragment.

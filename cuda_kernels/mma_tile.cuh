@@ -17,14 +17,16 @@ namespace {
 enum Product {   // the second one, P V
   kPvFp16,       // FP16, summed into O in fp32 by the tensor core
   kPvFp16Split,  // FP16, 64 keys summed in fp16, folded into O in fp32: twice the rate on GeForce
-  kPvFp8         // E4M3, 64 keys summed by the tensor core, folded into O in fp32
+  kPvFp8,        // E4M3, 64 keys summed by the tensor core, folded into O in fp32
+  kPvFp8Split    // the same summed in fp16; V's images reach kSplitVMax
 };
 template<int DIM, Product PV, Family FAMILY, bool PACKED> struct MmaConfig {
   static constexpr int dim = DIM, dv = DIM < 128 ? DIM : 128;  // channels of V and O in one launch
   static constexpr Product pv = PV;
   static constexpr Family family = FAMILY;
   static constexpr bool packed = PACKED;  // INT4, two a byte
-  static constexpr bool fp8 = PV == kPvFp8, dense = FAMILY == kDense;
+  static constexpr bool fp8 = PV == kPvFp8 || PV == kPvFp8Split, split = PV == kPvFp16Split || PV == kPvFp8Split;
+  static constexpr bool dense = FAMILY == kDense;
   static constexpr bool smooths = FAMILY == kAdjusted && DIM <= 128;  // INT4, Q's means
   static constexpr bool narrow = FAMILY == kAdjusted || PV == kPvFp16Split || DIM > 128;
   static constexpr int fragments = narrow || (FAMILY == kMasked && fp8 && DIM == 128) ? 1 : 2;

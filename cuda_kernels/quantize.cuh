@@ -350,8 +350,9 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, ui
   }
 }
 
-// A V channel's scale and what its values are multiplied by, from the bits of its largest magnitude.
-template<bool FP16> SAGE2_DEV void v_scale_of(uint32_t bits, float &scale, float &inverse) {
+// A V channel's scale and what its values are multiplied by, from the bits of its largest magnitude, which becomes
+// v_max in E4M3.
+template<bool FP16> SAGE2_DEV void v_scale_of(uint32_t bits, float &scale, float &inverse, float v_max = kE4m3Max) {
   const float amax = __uint_as_float(bits);
   if (amax < kTiny) scale = inverse = 0.f;  // a constant channel: the mean is the answer
   else if (bits >= kInfBits) {              // an Inf: the channel is NaN
@@ -361,8 +362,8 @@ template<bool FP16> SAGE2_DEV void v_scale_of(uint32_t bits, float &scale, float
     scale = __uint_as_float(bits & kInfBits);
     inverse = __fdiv_rn(1.f, scale);
   } else {
-    scale = __fmul_rn(amax, 1.f / kE4m3Max);
-    inverse = __fdiv_rn(kE4m3Max, amax);
+    scale = __fmul_rn(amax, 1.f / v_max);
+    inverse = __fdiv_rn(v_max, amax);
   }
 }
 

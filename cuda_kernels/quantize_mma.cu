@@ -9,8 +9,10 @@
 namespace sage2 {
 namespace {
 
-typedef void (*Kernel)(Params, int);
-struct Launches { Kernel k, v; };
+struct Launches {
+  void (*k)(Params, int);
+  void (*v)(Params, int, float);
+};
 template<int DIM, int DV, bool FP16> Launches launches(const Params &p) {
   if constexpr (DIM <= 128)
     if (p.int4 == kPackedInt4) return {quantize_k_mma<DIM, kAny, true>, quantize_v_mma<DIM, DV, FP16, kAny>};
@@ -30,7 +32,8 @@ static_assert(shared_bytes<256>() <= 48 << 10, "no launch asks for more than eve
 
 }  // namespace
 
-cudaError_t launch_quantize_mma(const Params &p, int sm_count, cudaStream_t stream) {
+cudaError_t launch_quantize_mma(const Params &p, bool split, int sm_count, cudaStream_t stream) {
+  const float v_max = split ? kSplitVMax : kE4m3Max;
   const int64_t heads = (int64_t)p.batch * p.kv_heads;
   const int dim = padded_dim(p.head_dim), threads = 256;
   const int shared = dim == 64 ? shared_bytes<64>() : dim == 128 ? shared_bytes<128>() : shared_bytes<256>();
@@ -42,9 +45,9 @@ cudaError_t launch_quantize_mma(const Params &p, int sm_count, cudaStream_t stre
   const Launches to = launches(p, dim);
   const int n = (int)(heads * dim);
   to.k<<<(unsigned)(heads * size), kThreads, shared, stream>>>(p, size);
-  to.v<<<(unsigned)(heads * size), kThreads, shared, stream>>>(p, size);
+  to.v<<<(unsigned)(heads * size), kThreads, shared, stream>>>(p, size, v_max);
   (p.fp16_pv ? finish_v_scales<true> : finish_v_scales<false>)<<<(n + threads - 1) / threads, threads, 0, stream>>>(
-      p.images.v_scale, n);
+      p.images.v_scale, n, v_max);
   return cudaGetLastError();
 }
 

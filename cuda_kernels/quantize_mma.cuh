@@ -48,7 +48,7 @@ template<bool FP16> SAGE2_DEV constexpr bool has_values() {  // sm_80 and 86 con
 #endif
 }
 template<int DIM, int DV, bool FP16, Mode MODE>
-__global__ void __launch_bounds__(kThreads, 1) quantize_v_mma(const __grid_constant__ Params p, int size) {
+__global__ void __launch_bounds__(kThreads, 1) quantize_v_mma(const __grid_constant__ Params p, int size, float v_max) {
   if constexpr (has_values<FP16>()) {
     extern __shared__ __align__(16) uint8_t smem[];
     Shared<DIM> &sh = *(Shared<DIM> *)smem;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1) quantize_v_mma(const __grid_const
     const int blocks = (h.keys + kTileTokens - 1) / kTileTokens, mine = (blocks - share.rank + size - 1) / size;
     if (threadIdx.x < DIM) {
       float scale;
-      v_scale_of<FP16>(v_maxima(p, share.head, DIM)[threadIdx.x], scale, sh.v_inverse[threadIdx.x]);
+      v_scale_of<FP16>(v_maxima(p, share.head, DIM)[threadIdx.x], scale, sh.v_inverse[threadIdx.x], v_max);
       sh.v_mean[threadIdx.x] = p.images.v_mean[share.head * DIM + threadIdx.x];
     }
     __syncthreads();
@@ -65,11 +65,11 @@ __global__ void __launch_bounds__(kThreads, 1) quantize_v_mma(const __grid_const
   }
 }
 
-template<bool FP16> __global__ void finish_v_scales(float *v_scale, int n) {
+template<bool FP16> __global__ void finish_v_scales(float *v_scale, int n, float v_max) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= n) return;
   float scale, inverse;
-  v_scale_of<FP16>(__float_as_uint(v_scale[i]), scale, inverse);
+  v_scale_of<FP16>(__float_as_uint(v_scale[i]), scale, inverse, v_max);
   v_scale[i] = scale;
 }
 

@@ -119,7 +119,7 @@ def calls() -> list[tuple[str, tuple[int, ...], dict[str, Any], Callable[[int, i
 
 def variants(rows: list[Row]) -> None:
     kinds = [("mma", FP8, dim) for dim in (64, 96, 128, 256)] + [("mma", FP16, dim) for dim in (64, 96, 128, 256)]
-    kinds += [("mma_split", FP16, 64), ("mma_split", FP16, 128)]
+    kinds += [("mma_split", recipe, dim) for recipe in (FP16, FP8) for dim in (64, 128)]
     kinds += [("mma", "qk_int4_pv_fp8", 128), ("mma", "qk_int4_pv_fp16", 64)]
     kinds += [
         ("mma_int4", "qk_int4_pv_fp8", 64),
@@ -196,7 +196,7 @@ def timings(rows: list[Row]) -> None:
     for dim in (64, 128, 256):
         q, k, v = tensors(1, heads, heads, n, n, dim, torch.float16)
         for backend, recipe in (
-            (None, FP16), ("mma", FP16), ("mma_split", FP16), (None, FP8), ("mma", FP8), ("mma", "qk_int4_pv_fp16"),
+            (None, FP16), ("mma", FP16), ("mma_split", FP16), (None, FP8), ("mma", FP8), ("mma_split", FP8), ("mma", "qk_int4_pv_fp16"),
             ("mma_int4", "qk_int4_pv_fp16"),
         ):  # fmt: skip
             if dim == 256 and (backend, recipe) not in ((None, FP8), ("mma", FP8), ("mma", FP16)):

@@ -47,8 +47,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out float32 [batch, heads, q_len, dim], lse float32 [batch, heads, q_len]) of the mma.sync kernels.
 
-    stages: of forward.emulate for the same call; recipe, sinks, softcap: as given there; split: P V of FP16 summed in
-    fp16, 64 keys at a time.
+    stages: of forward.emulate for the same call; recipe, sinks, softcap: as given there; split: P V summed in fp16, 64
+    keys at a time (FP8: of images whose V reaches 2.25, not 448).
     """
     sums = summed(stages, recipe.endswith("fp16"), split, accumulator)
     heads = stages.scores.shape[1]
@@ -67,7 +67,7 @@ def summed(stages: Stages, fp16: bool, split: bool, accumulator: Accumulator | N
     rows, n = stages.scores.shape[:3], stages.scores.shape[-1]
     v = _per_head(stages.images.v, stages, rows[1]).flatten(2, 3)  # [batch, heads, n, dim]
     v = v.float() if fp16 else e4m3_value(v)
-    offset = torch.tensor(SPLIT_OFFSET if split else FP16_OFFSET if fp16 else FP8_OFFSET)
+    offset = torch.tensor(FP8_OFFSET if not fp16 else SPLIT_OFFSET if split else FP16_OFFSET)
     slack = FP16_SLACK if fp16 and not split else 0.0
     steps = torch.where(stages.steps > MAX_STEP, MAX_STEP, stages.steps)  # a NaN stays
     m = torch.full(rows, NO_KEYS)

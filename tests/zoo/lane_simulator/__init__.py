@@ -24,7 +24,7 @@ from sage_patch.reference.emulator.visible import present
 ROWS = 128  # of a query tile
 NO_LIMIT = 1 << 30
 DENSE, MASKED, ADJUSTED = range(3)
-PRODUCTS = {"fp16": 0, "split": 1, "fp8": 2}
+PRODUCTS = {"fp16": 0, "fp16_split": 1, "fp8": 2, "fp8_split": 3}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 LOG2E = 1.4426950408889634
 

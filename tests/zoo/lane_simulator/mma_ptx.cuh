@@ -77,10 +77,18 @@ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
 inline void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   add_product<4>(d, a, b0, b1, e4m3_at);
 }
-inline void mma_f16_split(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template<int EACH, class F>
+void add_split(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, F value) {
   double x[4];
-  product<2>(x, a, b0, b1, f16_at);
+  product<EACH>(x, a, b0, b1, value);
   for (int i = 0; i < 2; i++) d[i] = pack_f16(x[2 * i] + f16_value(d[i]), x[2 * i + 1] + f16_value(d[i] >> 16));
+}
+
+inline void mma_f16_split(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  add_split<2>(d, a, b0, b1, f16_at);
+}
+inline void mma_e4m3_split(uint32_t (&d)[2], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  add_split<4>(d, a, b0, b1, e4m3_at);
 }
 
 inline void fold(float &o, float a, float t) { o = fmaf(o, a, t); }

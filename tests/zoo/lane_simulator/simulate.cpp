@@ -40,13 +40,14 @@ template<int DIM, Product PV, Family FAMILY> static void run(const Params &p, bo
 }
 template<int DIM, Product PV> static void run(const Params &p, bool packed) {
   if (p.family == kDense) run<DIM, PV, kDense>(p, packed);
-  else if constexpr (PV != kPvFp16Split)
+  else if constexpr (PV == kPvFp16 || PV == kPvFp8)
     p.family == kMasked ? run<DIM, PV, kMasked>(p, packed) : run<DIM, PV, kAdjusted>(p, packed);
 }
 template<int DIM> static void run(const Params &p, int product, bool packed) {
   if (product == kPvFp8) return run<DIM, kPvFp8>(p, packed);
   if (product == kPvFp16) return run<DIM, kPvFp16>(p, packed);
-  if constexpr (DIM <= 128) run<DIM, kPvFp16Split>(p, packed);
+  if constexpr (DIM <= 128)
+    product == kPvFp16Split ? run<DIM, kPvFp16Split>(p, packed) : run<DIM, kPvFp8Split>(p, packed);
 }
 
 // Mirrored by `PrepareCall`. Contiguous tensors; size: CTAs that share a head.
@@ -63,8 +64,8 @@ template<int DIM, bool FP16, Mode MODE, bool PACKED> static void prepare(const P
   memset(smem, 0xFF, sizeof smem);
   simulator::launch(heads * size, kThreads, 0, [&] { quantize_k_mma<DIM, MODE, PACKED>(p, size); });
   memset(smem, 0xFF, sizeof smem);
-  simulator::launch(heads * size, kThreads, 0, [&] { quantize_v_mma<DIM, DIM, FP16, MODE>(p, size); });
-  simulator::launch((n + 255) / 256, 256, 0, [&] { finish_v_scales<FP16>(p.images.v_scale, n); });
+  simulator::launch(heads * size, kThreads, 0, [&] { quantize_v_mma<DIM, DIM, FP16, MODE>(p, size, kE4m3Max); });
+  simulator::launch((n + 255) / 256, 256, 0, [&] { finish_v_scales<FP16>(p.images.v_scale, n, kE4m3Max); });
 }
 template<int DIM, bool FP16> static void prepare(const Params &p, int size, bool aligned) {
   if constexpr (DIM <= 128)
