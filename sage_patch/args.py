@@ -5,6 +5,7 @@ Whoever passes a call on passes one of these: dispatch, the operator (its schema
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, get_type_hints
 
 import torch
@@ -17,6 +18,7 @@ class Args(NamedTuple):
     attn_mask: 4-D, bool (True = seen) or float (added), broadcastable to [B, Hq, q_len, kv_len]. kv_starts, kv_lens:
     int32 [B], item b's keys are the kv_lens[b] from kv_starts[b] (None: 0) on. sinks: float [Hq], or None.
     cu_seqlens_q, cu_seqlens_k: int [sequences + 1], sequences laid end to end in one batch item; or both None.
+    scale: of the softmax; None, in graphs alone, whose head_dim may be a symbol: that of head_dim (`scale_for`).
     left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right 0. top_left: the diagonal
     starts at the first key instead of ending at the last. softcap 0: none. out_layout: "HND" or "NHD", the order in
     which the output's memory is contiguous. recipe: its name; reason: why it is "exact"; site: the counter key.
@@ -29,7 +31,7 @@ class Args(NamedTuple):
     sinks: Tensor | None
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
-    scale: float
+    scale: float | None
     left: int
     right: int
     top_left: bool
@@ -42,13 +44,20 @@ class Args(NamedTuple):
     guard_rows: bool = True
 
 
+def scale_for(scale: float | None, head_dim: int) -> float:
+    """The softmax scale; None: SDPA's own expression of the true head_dim."""
+    if scale is not None:
+        return float(scale)
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # products of no channels are 0 whatever the scale
+
+
 def plain(scale: float, is_causal: bool = False, recipe: str = "") -> Args:
     """The arguments of a call that has nothing but its tensors; `_replace` gives it more."""
     nothing = (None,) * 6
     return Args(*nothing, scale, -1, 0 if is_causal else -1, False, 0.0, False, "HND", recipe, "", "")
 
 
-_SCHEMA_TYPES = {Tensor | None: "Tensor?", float: "float", int: "int", bool: "bool", str: "str"}
+_SCHEMA_TYPES = {Tensor | None: "Tensor?", float | None: "float?", float: "float", int: "int", bool: "bool", str: "str"}
 
 
 def schema() -> str:

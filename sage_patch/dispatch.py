@@ -6,14 +6,13 @@ facts before anything is launched: quantized, or exact with a counted reason, or
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sage_patch.args import Args, PageArgs, key_padding
+from sage_patch.args import Args, PageArgs, key_padding, scale_for
 from sage_patch.backends import named, why_not
 from sage_patch.kernels import crossover, ops, torch_private
 from sage_patch.kernels.plain import in_layout, knows_autocast, visibility_of, without_autocast
@@ -69,13 +68,6 @@ class Options:
 
     def visibility(self, q_len: int, kv_len: int) -> Visibility:
         return visibility_of(q_len, kv_len, self.attn_mask, self.left, self.right, self.top_left)
-
-
-def scale_for(scale: float | None, head_dim: int) -> float:
-    """The softmax scale; None: SDPA's own expression of the true head_dim."""
-    if scale is not None:
-        return float(scale)
-    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0  # products of no channels are 0 whatever the scale
 
 
 def unify(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -201,8 +193,9 @@ def attend(
     if call.needs_grad or call.dropout:
         return _differentiable(query, key, value, options, reason, site)
     o = options
+    scale = o.scale if torch.compiler.is_compiling() else o.scale_for(query.shape[-1])
     args = Args(
-        o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k, o.scale_for(query.shape[-1]),
+        o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k, scale,
         o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout, recipe.name, reason, site,
         o.guard_rows,
     )  # fmt: skip

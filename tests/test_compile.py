@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import sage_patch
 from oracle import HALF, QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, qkv, visible
+from sage_patch import backends
 from sage_patch.attention import sage_attention
 from sage_patch.kernels import crossover, ops
 from sage_patch.policy import Policy
@@ -221,21 +223,23 @@ CARD = tuple((dim, ((RECIPE, 4096),), ((RECIPE, length),)) for dim, length in ((
 @pytest.fixture
 def like_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Describe calls as on a card with a table of break-even lengths that none of them reaches."""
-    monkeypatch.setattr(ops, "backend_for", lambda device: "sm90")
+    card = backends.BACKENDS["sm90"]
+    row = replace(backends.BACKENDS["reference"], architectures=card.architectures, no_gain=card.no_gain)
+    monkeypatch.setitem(backends.BACKENDS, "reference", row)
     monkeypatch.setattr(crossover, "_cached_table", lambda index: CARD)
 
 
 def graphs_of(call: Callable[[int], object], run: Callable) -> int:
     """How many graphs `run` makes over changing lengths; its results are those of eager mode."""
     torch.compiler.reset()
-    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=graphs)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (140, 141, 200, 333):
         given = call(length)
         with torch.no_grad():
             got, want = compiled(*given), run(*given)
         assert torch.allclose(got, want, rtol=1e-3, atol=1e-3)
-    return graphs.frame_count
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("head_dim", [32, 128])

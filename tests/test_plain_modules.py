@@ -250,7 +250,7 @@ class CalledBesideForward(nn.Module):
 )
 def test_ways_that_are_reached(model):
     x = torch.randn(1, 2, 40, 16)
-    reference = model(x)
+    reference = model.eval()(x)
     for policy in (EXACT, EVERYTHING):
         with sage_patch.applied(model, policy) as handle:
             got = model(x)
@@ -262,7 +262,7 @@ def test_ways_that_are_reached(model):
 @pytest.mark.parametrize("decorated", [torch.no_grad()(helper), torch.compile(helper, backend="eager")])
 def test_decorated_helpers_are_reached_in_compiled_code(decorated):
     """Compilers look at the function inside a wrapper, not at what the wrapper calls."""
-    model, x = attend_decorated(decorated), torch.randn(1, 2, 40, 16)
+    model, x = attend_decorated(decorated).eval(), torch.randn(1, 2, 40, 16)
     with sage_patch.applied(model, EVERYTHING) as handle:
         eager = model(x)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -307,7 +307,7 @@ def test_a_mixed_model_is_patched_and_the_rest_is_listed():
 
 def test_a_package_that_is_preferred_over_torch_is_named_where_it_is_installed(monkeypatch):
     """Without it the fallback runs, which is reached."""
-    model, x = unreached.FlashWithFallback(), torch.randn(1, 40, 32)
+    model, x = unreached.FlashWithFallback().eval(), torch.randn(1, 40, 32)
     with sage_patch.applied(model, EVERYTHING) as handle:
         model(x)
         assert recipes(handle) == {("qk_int8_pv_fp8", ""): 1} and "also calls" not in handle.report()
@@ -379,7 +379,7 @@ def test_what_torch_refuses_is_refused_by_torch():
 
 
 def test_grouped_heads_run_quantized():
-    model = Calls()
+    model = Calls().eval()
     with sage_patch.applied(model, EVERYTHING) as handle:
         assert relative_l1(model(Q, Q[:, :2], Q[:, :2], enable_gqa=True), F.scaled_dot_product_attention(
             Q, Q[:, :2], Q[:, :2], enable_gqa=True)) < 0.1  # fmt: skip

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_patch.args import PageArgs
-from sage_patch.dispatch import UnsupportedCall, attend_pages, scale_for, tick
+from sage_patch.args import PageArgs, scale_for
+from sage_patch.dispatch import UnsupportedCall, attend_pages, tick
 from sage_patch.integrations.masks import MaskPattern, pattern_of
 from sage_patch.integrations.tags import SiteTag
 from sage_patch.kernels.torch_private import tree_map_only

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_patch import backends
-from sage_patch.args import Args, schema
+from sage_patch.args import Args, scale_for, schema
 from sage_patch.kernels import plain, shared, torch_private
 from sage_patch.kernels.stopwatch import Stopwatch
 from sage_patch.recipes import parse_recipe
@@ -164,11 +164,14 @@ def _timed_body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[
 
 def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor | None]:
     recipe = _recipe_of(args.recipe)
+    scale = scale_for(args.scale, query.shape[-1])
+    if args.scale is None:
+        args = args._replace(scale=scale)
     backend = "exact" if recipe.is_exact else backend_for(query.device)
     add_count(CallKey(args.site, args.recipe, backend, args.reason))
     for observer in _OBSERVERS:
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
-        observer(ObservedCall(args.site, query, key, value, seen, args.scale, args.left, args.right, args.top_left))
+        observer(ObservedCall(args.site, query, key, value, seen, scale, args.left, args.right, args.top_left))
     if recipe.is_exact:
         return plain.forward(query, key, value, args, recipe)
     # The envelope has let nothing else through than what the backend takes.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_patch.args import Args
+from sage_patch.args import Args, scale_for
 from sage_patch.recipes import Recipe
 from sage_patch.reference.attention import quantized_attention
 from sage_patch.reference.exact import exact_attention
@@ -49,15 +49,16 @@ def _dense(
 ) -> tuple[Tensor, Tensor | None]:
     """One dense problem. An empty sequence or batch inside a quantized call has nothing to quantize."""
     visibility = visibility_of(query.shape[2], key.shape[2], mask, args.left, args.right, args.top_left)
+    options: dict[str, Any] = {
+        "scale": scale_for(args.scale, query.shape[-1]),
+        "softcap": args.softcap,
+        "sinks": args.sinks,
+    }
     if recipe.is_exact or not (query.shape[0] and query.shape[2] and key.shape[2]):
         return exact_attention(
-            query, key, value, visibility, scale=args.scale, softcap=args.softcap, sinks=args.sinks,
-            return_lse=args.return_lse, guard_rows=args.guard_rows,
-        )  # fmt: skip
-    return quantized_attention(
-        query, key, value, visibility, recipe, scale=args.scale, softcap=args.softcap, sinks=args.sinks,
-        return_lse=args.return_lse,
-    )  # fmt: skip
+            query, key, value, visibility, return_lse=args.return_lse, guard_rows=args.guard_rows, **options
+        )
+    return quantized_attention(query, key, value, visibility, recipe, return_lse=args.return_lse, **options)
 
 
 @torch.compiler.assume_constant_result

@@ -50,9 +50,9 @@ def test_modes_transforms_and_profilers_see_the_operator() -> None:
 def test_the_schema_is_the_list_of_arguments() -> None:
     assert str(ops.attention._schema) == (
         "sage_patch::attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_starts, "
-        "Tensor? kv_lens, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float scale, SymInt left, "
+        "Tensor? kv_lens, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? scale, SymInt left, "
         "SymInt right, bool top_left, float softcap, bool return_lse, str out_layout, str recipe, str reason, "
-        "str site) -> (Tensor, Tensor)"
+        "str site, bool guard_rows=True) -> (Tensor, Tensor)"
     ).replace("SymInt", "int")
     assert [a.name for a in ops.attention._schema.arguments[3:]] == list(Args._fields)
 
@@ -72,7 +72,7 @@ def test_a_call_passes_every_option_under_its_own_name(monkeypatch) -> None:
     )
     q = torch.zeros(1, 1, 4, 8)
     attend(q, q, q, options, describe(q, q, q, Options()), EXACT, "why", "where")
-    told = {name: getattr(options, name) for name in Args._fields[:13]}
+    told = {name: getattr(options, name) for name in (*Args._fields[:13], "guard_rows")}
     assert seen[0]._asdict() == told | {"recipe": "exact", "reason": "why", "site": "where"}
 
 
