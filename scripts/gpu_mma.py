@@ -195,10 +195,8 @@ def timings(rows: list[Row]) -> None:
     n, heads = 8192, 32
     for dim in (64, 128, 256):
         q, k, v = tensors(1, heads, heads, n, n, dim, torch.float16)
-        for backend, recipe in (
-            (None, FP16), ("mma", FP16), ("mma_split", FP16), (None, FP8), ("mma", FP8), ("mma_split", FP8), ("mma", "qk_int4_pv_fp16"),
-            ("mma_int4", "qk_int4_pv_fp16"),
-        ):  # fmt: skip
+        kinds = [(backend, recipe) for recipe in (FP16, FP8) for backend in (None, "mma", "mma_split")]
+        for backend, recipe in [*kinds, ("mma", "qk_int4_pv_fp16"), ("mma_int4", "qk_int4_pv_fp16")]:
             if dim == 256 and (backend, recipe) not in ((None, FP8), ("mma", FP8), ("mma", FP16)):
                 continue
             for causal in (False, True):
