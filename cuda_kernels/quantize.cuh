@@ -6,6 +6,7 @@
 #include "params.h"
 #include "mma_image.h"
 #include "ptx.cuh"
+#include "visibility.cuh"
 
 namespace sage2 {
 namespace {
@@ -211,8 +212,9 @@ template<Mode MODE> SAGE2_DEV Head head_of(const Params &p, int64_t head) {
   if (p.cu_k || p.kv_starts) {
     int64_t start;
     if (p.cu_k) {
-      start = __ldg(p.cu_k + b);
-      h.keys = __ldg(p.cu_k + b + 1) - (int)start;
+      const Run run = run_of(p.cu_k, b, p.kv_len);
+      start = run.begin;
+      h.keys = run.count;
       h.image = (int64_t)kv * p.blocks + start / kTileTokens + b;
     } else start = __ldg(p.kv_starts + b);
     h.k += start * p.k.token;
