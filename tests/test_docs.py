@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from test_imports import MAY_IMPORT
 
 from sage_patch.recipes import RECIPES
-from test_imports import MAY_IMPORT
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,8 +84,8 @@ def test_what_the_page_of_architecture_names_is_there(what, file, name):
 @pytest.mark.parametrize("page", ["architecture.md", "extending.md"])
 def test_the_files_that_pages_for_developers_name_are_there(page):
     """By their path, or by the end of one where the page says the folder in words."""
-    known = [str(p.relative_to(ROOT)) for folder in ("sage_patch", "cuda_kernels", "scripts", "tests", "docs", "configs")
-             for p in (ROOT / folder).rglob("*.*")] + ["CHANGELOG.md"]  # fmt: skip
+    folders = ("sage_patch", "cuda_kernels", "scripts", "tests", "docs", "configs")
+    known = [str(p.relative_to(ROOT)) for folder in folders for p in (ROOT / folder).rglob("*.*")] + ["CHANGELOG.md"]
     text = (ROOT / "docs" / page).read_text()
     named = set(re.findall(r"[\w/]+\.(?:py|cu|cuh|h|md)\b", text))
     assert len(named) > 20
