@@ -1,5 +1,5 @@
-"""Rewrite the tables of README.md and docs/quantized_cache.md from the JSON files under docs/results, so that no figure
-is typed by hand.
+"""Rewrite the tables of README.md, docs/quantized_cache.md and docs/policy.md: figures from the JSON files under
+docs/results, reasons from sage_patch/reasons.py, so that none is typed by hand.
 
     python scripts/update_readme.py [--check]
 
@@ -16,9 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sage_patch.reasons import REASONS
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "quantized_cache.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "quantized_cache.md", ROOT / "docs" / "policy.md")
 
 
 def quickstart() -> str:
@@ -324,6 +326,15 @@ def _generation_runs() -> list[tuple[Any, str]]:
     return runs
 
 
+def reasons() -> str:
+    """Every word that a call which ran exact is counted under."""
+    lines = ["| reason | what it says | with `on_unsupported: error` |", "|---|---|---|"]
+    for word, reason in REASONS.items():
+        said = reason.sentence.replace("{}", "NAME")
+        lines.append(f"| `{word.replace('*', 'NAME')}` | {said} | {'refused' if reason.is_error else 'exact'} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "decoding": decoding,
     "kernels": kernels,
@@ -335,6 +346,7 @@ TABLES = {
     "packed": packed,
     "generation": generation,
     "generation_ways": generation_ways,
+    "reasons": reasons,
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from sage_patch.evaluation.metrics import relative_l1
 from sage_patch.reference.emulator import forward as hopper
 from sage_patch.reference.emulator import forward_mma
 from sage_patch.reference.emulator import prepare as mirror
@@ -76,7 +77,10 @@ def test_packed_sequences(backend: str, recipe: str) -> None:
         one, one_lse = forward(
             q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], scale=0.125, recipe=recipe, is_causal=True, return_lse=True
         )
-        assert torch.equal(out[:, :, a:b], one) and torch.equal(lse[:, :, a:b], one_lse)
+        if backend == "mma_split":  # the dense kernels alone sum in fp16
+            assert relative_l1(out[:, :, a:b], one) < 2e-3 and torch.allclose(lse[:, :, a:b], one_lse, atol=1e-5)
+        else:
+            assert torch.equal(out[:, :, a:b], one) and torch.equal(lse[:, :, a:b], one_lse)
 
 
 def test_int4_in_nibbles_is_int4_in_bytes() -> None:
