@@ -110,16 +110,15 @@ def packed(
 def _within(name: str, cu: Tensor, tokens: int) -> Tensor:
     """Cumulative lengths that neither fall nor leave the tensor; kernels take them as addresses.
 
-    On a CPU others are refused. Elsewhere reading them would wait for the device, so that they are made to fit there:
-    what lies outside is moved to the nearest end, and a sequence that would end before its start is empty.
+    On a CPU others are refused. Elsewhere, and inside graphs, reading them would wait: there every reader keeps inside
+    of the tensors by itself.
     """
     if cu.device.type == "cpu" and type(cu) is Tensor and not torch.compiler.is_compiling():
         values = cu.tolist()
         if values[0] < 0 or values[-1] > tokens or any(a > b for a, b in zip(values, values[1:], strict=False)):
             shown = str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
             raise ValueError(f"{name} must rise from 0 or more to at most the {tokens} tokens there are; got {shown}")
-        return cu
-    return torch.cummax(cu.clamp(0, tokens), dim=0).values.int()
+    return cu
 
 
 def mask4(attn_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:

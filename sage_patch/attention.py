@@ -56,7 +56,7 @@ def sage_attention(
 
     Returns the output in query's dtype and layout, contiguous; a row that sees no key is 0 with lse -inf.
     Calls that need gradients or dropout run exact, also inside of reentrant checkpointing. Lengths in cu_seqlens that
-    fall or leave the tensor are refused on a CPU, and made to fit on other devices, where reading them would wait.
+    fall or leave the tensor are refused on a CPU; on other devices, where reading them would wait, they are kept in.
     Raises ValueError or TypeError naming the argument.
     """
     others = dict(attn_mask=attn_mask, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)

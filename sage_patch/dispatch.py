@@ -15,7 +15,7 @@ from torch import Tensor
 from sage_patch.args import Args, PageArgs, key_padding, scale_for
 from sage_patch.backends import named, why_not
 from sage_patch.kernels import crossover, ops, torch_private
-from sage_patch.kernels.plain import in_layout, knows_autocast, visibility_of, without_autocast
+from sage_patch.kernels.plain import ends_within, in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
 from sage_patch.reasons import is_error
 from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, UnsupportedCall
@@ -244,7 +244,8 @@ def _differentiable(
     tick(reason, site)
     pieces = [(slice(None), slice(None))]
     if options.cu_seqlens_q is not None and options.cu_seqlens_k is not None:
-        q, k = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
+        q = ends_within(options.cu_seqlens_q, query.shape[2])
+        k = ends_within(options.cu_seqlens_k, key.shape[2])
         pieces = [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
         # tokens before the first and after the last sequence see nothing
         nothing = slice(0, 0)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from sage_patch import reasons
 from sage_patch.errors import SagePatchError
 from sage_patch.integrations.configurations import OUR_NAMES
 from sage_patch.integrations.intercept import carriers_of, is_patched, unpatch
@@ -26,15 +27,6 @@ from sage_patch.kernels import ops
 from sage_patch.policy import Plan
 
 # What to do about reasons that surprise people, by the reason's word.
-_ADVICE = {
-    "dtype_float32": "float32 inputs stay exact: load the model with dtype=torch.bfloat16, or set quantize_fp32 in the"
-    " policy",
-    "needs_grad": "calls that may need gradients run exact: use torch.no_grad() or torch.inference_mode()",
-    "no_kernel_for_cuda": "this card has no quantized kernels yet (Hopper has): every call runs exact",
-    "processor_replaced": "a processor was replaced after apply(), for good or for one request, and runs its own code",
-}
-
-
 LOCK = threading.RLock()  # one apply() or revert() at a time
 
 
@@ -103,24 +95,30 @@ class Handle:
             lines.append(
                 "quantized calls ran on the reference backend (plain PyTorch): same numerics, slower than unpatched"
             )
-        lines += [f"{reason}: {advice}" for reason, advice in _ADVICE.items() if reason in stats["reasons"]]
-        by_site: dict[str, list[dict[str, Any]]] = {}
-        for row in rows:
-            by_site.setdefault(row["site"], []).append(row)
-        names = [s.name for s in self.plan.sites] + (["*"] if "*" in by_site else [])
-        width = max(len(n) for n in names)
-        steps = {row["name"]: f" [{row['steps']}]" for row in self.plan.rows() if row["steps"]}
-        for name in names:
-            parts = [
-                f"{r['recipe']} x{r['calls']}" + (f" ({r['reason']})" if r["reason"] else "")
-                for r in by_site.get(name, [])
-            ]
-            planned = self.plan.choice(name).recipe if name != "*" else "inside compiled graphs"
-            planned += steps.get(name, "")
-            lines.append(f"  {name:<{width}}  {planned}: {', '.join(parts) if parts else 'no calls'}")
+        lines += self._sites(rows)
         lines += [f"  {line}" for line in (self._changes() if self.active else ())]
         lines += [f"  {unreached}" for unreached in self._unreached]
+        lines += reasons.legend(r["reason"] for r in rows if r["recipe"] == "exact")
         return "\n".join(lines)
+
+    def _sites(self, rows: list[dict[str, Any]]) -> list[str]:
+        """A line for each run of neighbouring sites of which the same is planned and the same was seen."""
+        by_site: dict[str, list[str]] = {}
+        for r in rows:
+            seen = f"{r['recipe']} x{r['calls']}" + (f" ({r['reason']})" if r["reason"] else "")
+            by_site.setdefault(r["site"], []).append(seen)
+        steps = {row["name"]: f" [{row['steps']}]" for row in self.plan.rows() if row["steps"]}
+        runs: list[tuple[list[str], str]] = []
+        for name in [s.name for s in self.plan.sites] + (["*"] if "*" in by_site else []):
+            planned = self.plan.choice(name).recipe if name != "*" else "inside compiled graphs"
+            said = f"{planned}{steps.get(name, '')}: {', '.join(by_site.get(name, ['no calls']))}"
+            if runs and runs[-1][1] == said:
+                runs[-1][0].append(name)
+            else:
+                runs.append(([name], said))
+        names = [run[0] if len(run) == 1 else f"{run[0]} .. {run[-1]} ({len(run)} sites)" for run, _ in runs]
+        width = max(map(len, names))
+        return [f"  {name:<{width}}  {said}" for name, (_, said) in zip(names, runs, strict=True)]
 
     def _changes(self) -> Iterable[str]:
         """What was changed on the model since apply(), so that the patch no longer covers it."""

@@ -14,7 +14,7 @@ from sage_patch.errors import SagePatchError
 
 PACKAGE = Path(__file__).parent.parent / "sage_patch"
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-ANSWERS = re.compile(r"why_not|why_exact|no_gain")  # functions that return a reason
+ANSWERS = re.compile(r"why_not|why_exact|no_gain|_beyond")  # functions that return a reason
 
 
 def literals(node: ast.AST | None) -> Iterator[str]:
@@ -38,8 +38,9 @@ def counted_words() -> set[str]:
                     found.update(literals(inner.value) if isinstance(inner, ast.Return) else ())
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "reason":
                 found.update(literals(node.value))
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "tick":
-                found.update(literals(node.args[0]))
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("tick", "leave"):
+                for given in node.args:
+                    found.update(literals(given))
     return {word for word in found if re.fullmatch(r"[a-z_0-9]+", word)}
 
 

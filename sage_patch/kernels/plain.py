@@ -6,6 +6,7 @@ Both take one dense problem at a time, so sequences laid end to end are cut apar
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from typing import Any
 
@@ -34,7 +35,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recip
         out, lse_all = empty_outputs(query, value, args)
         out.zero_()  # tokens that belong to no sequence
         lse_all.fill_(-math.inf)
-        q, k = args.cu_seqlens_q.tolist(), args.cu_seqlens_k.tolist()
+        q, k = ends_within(args.cu_seqlens_q, query.shape[2]), ends_within(args.cu_seqlens_k, key.shape[2])
         for i in range(len(q) - 1):
             rows, keys = slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
             part, lse = _dense(query[:, :, rows], key[:, :, keys], value[:, :, keys], None, args, recipe)
@@ -95,6 +96,13 @@ def with_run(attn_mask: Tensor | None, kv_starts: Tensor | None, kv_lens: Tensor
     index = torch.arange(kv_len, device=kv_lens.device) - (0 if kv_starts is None else kv_starts[:, None])
     there = ((index >= 0) & (index < kv_lens[:, None]))[:, None, None, :]
     return there if attn_mask is None else attn_mask & there
+
+
+def ends_within(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """The offsets of packed sequences: what lies outside of the tokens is moved to the nearest end, and a sequence that
+    would end before its start is empty."""
+    inside = (min(max(offset, 0), tokens) for offset in cu_seqlens.tolist())
+    return list(itertools.accumulate(inside, max))
 
 
 def empty_outputs(query: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor]:
