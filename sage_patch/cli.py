@@ -156,8 +156,10 @@ def calibrate(
 
         loaded = load_run_config(config, set_ or [])
         targets = parse_targets(target or [], loaded.task.kind)
-        folder = Path(output) if output is not None else Path(loaded.output)
+        folder = _folder(Path(output) if output is not None else Path(loaded.output))
         path = out if out is not None else folder / "policy.yaml"
+        if path.exists():
+            _say(f"{path} is there already and will be replaced by the policy that is found; --out names another file")
 
         from sage_patch.evaluation.calibration import search as calibration
         from sage_patch.evaluation.calibration import tables as calibrate_tables
