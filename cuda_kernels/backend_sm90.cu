@@ -25,6 +25,7 @@ const Backend sm90 = {
     pages_partial_bytes,
     pages_stats_bytes,
     launch_pages_attend,
+    128,
 };
 
 }  // namespace sage2

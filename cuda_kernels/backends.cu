@@ -14,6 +14,7 @@ namespace sage2 {
 
 // Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
 extern const Backend sm90 __attribute__((weak));
+extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak)), mma_split __attribute__((weak));
 
 namespace {
 
@@ -22,7 +23,18 @@ const struct {
   int capability, architecture;  // of the device, and whose machine code it runs
   const Backend *backend;
 } kServed[] = {
+    {80, 80, &mma_int4},
+    {86, 86, &mma_int4},
+    {87, 86, &mma_int4},
+    {89, 89, &mma_int4},
+#ifdef SAGE2_TEST_BACKEND  // tests run the rows for other cards on a Hopper card
+    {90, 90, &SAGE2_TEST_BACKEND},
+#endif
     {90, 90, &sm90},
+    {100, 100, &mma},
+    {103, 100, &mma},
+    {120, 120, &mma},
+    {121, 120, &mma},
 };
 
 bool is_held(int architecture) {

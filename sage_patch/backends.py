@@ -54,22 +54,33 @@ def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
     return "head_dim" if call.head_dim > 1024 else None
 
 
-def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
-    """What the Hopper kernel does not take yet."""
+def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> str | None:
+    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"
     if recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
         return "variant"
     if call.dtype == "float32":
         return "dtype_float32"
-    if call.head_dim > (128 if recipe.pv == "fp16" or recipe.qk_bits == 4 or recipe.smooth_q else 256):
+    widest = fp16_head_dim if recipe.pv == "fp16" else 256
+    if call.head_dim > (128 if recipe.qk_bits == 4 or recipe.smooth_q else widest):
         return "head_dim"
     held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
     return "v_head_dim" if call.v_head_dim > held else None
 
 
-def _sm90_no_gain(recipe: Recipe, call: Call) -> str | None:
-    """Added masks cost the Hopper kernel more than torch."""
+def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
+    """The Hopper kernel's FP16 P V takes 128 channels."""
+    return _compiled_why_not(recipe, call, fp16_head_dim=128)
+
+
+def _without_fp8_why_not(recipe: Recipe, call: Call) -> str | None:
+    """The same on cards whose tensor cores have no FP8, or only an emulated one in mma.sync."""
+    return "no_fp8" if recipe.pv == "fp8" else _compiled_why_not(recipe, call)
+
+
+def _compiled_no_gain(recipe: Recipe, call: Call) -> str | None:
+    """Added masks cost the kernels more than torch."""
     if call.mask == "float":
         return "mask_float"
     return None if breaks_even(recipe, call) else "short"
@@ -105,9 +116,27 @@ BACKENDS: dict[str, Backend] = {
             _sm90_why_not,
             kernels="sage_patch.kernels.library",
             pages="sage_patch.kernels.pages",
-            no_gain=_sm90_no_gain,
+            no_gain=_compiled_no_gain,
             architectures={(9, 0): "90"},
             card="hopper",
+        ),
+        # mma.sync. Compiled, simulated, run on a Hopper card; never timed on a card of their own. Break-even lengths
+        # are those of the table's "default".
+        Backend(
+            "mma",
+            "cuda",
+            _compiled_why_not,
+            kernels="sage_patch.kernels.library",
+            no_gain=_compiled_no_gain,
+            architectures={(8, 9): "89", (12, 0): "120", (12, 1): "120"},
+        ),
+        Backend(
+            "mma_fp16",
+            "cuda",
+            _without_fp8_why_not,
+            kernels="sage_patch.kernels.library",
+            no_gain=_compiled_no_gain,
+            architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100"},
         ),
         Backend(
             "reference",
@@ -132,8 +161,10 @@ def find(device: str, capability: tuple[int, int] | None = None) -> str:
 
 
 def capabilities() -> str:
-    """The compute capabilities that kernels exist for, for messages: "9.0"."""
-    return ", ".join(f"{major}.{minor}" for b in BACKENDS.values() for major, minor in b.architectures)
+    """The compute capabilities that kernels exist for, for messages: "8.9, 9.0"."""
+    return ", ".join(
+        f"{major}.{minor}" for major, minor in sorted({c for b in BACKENDS.values() for c in b.architectures})
+    )
 
 
 def architecture_of(capability: tuple[int, int]) -> str | None:

@@ -5,9 +5,9 @@
 
 Steps: build (the library), tests (pytest -m gpu), bench (speed beside the peers), crossover (break-even
 lengths, head dimensions between 64 and 128 too), golden and stages (small calls and every stage of the kernel, saved
-for the CPU tests), memcheck and racecheck (compute-sanitizer on the same small calls). FOLDER/gpu_check.json says of
-each step what ran, how it ended and how long it took; the whole output of a step is FOLDER/STEP.txt. The exit status
-is 1 if a step failed.
+for the CPU tests), mma (the kernels for cards without wgmma, checked and timed on this one), memcheck and racecheck
+(compute-sanitizer on the same small calls). FOLDER/gpu_check.json says of each step what ran, how it ended and how
+long it took; the whole output of a step is FOLDER/STEP.txt. The exit status is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def steps(out: Path, tests: str) -> dict[str, tuple[int, list[str]]]:
         ),
         "golden": (120, [*SMALL, "--golden", str(out / "golden.npz")]),
         "stages": (240, [sys.executable, "scripts/gpu_golden.py", "--out", str(out / "golden_stages.npz")]),
+        "mma": (400, [sys.executable, "scripts/gpu_mma.py", "--out", str(out / "mma.json")]),
         "memcheck": (240, [*SANITIZER, "memcheck", *SMALL]),
         "racecheck": (240, [*SANITIZER, "racecheck", *SMALL]),
     }  # fmt: skip

@@ -3,6 +3,7 @@ compiler, `slow` runs only when asked for."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -57,6 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def backend_of_the_card() -> None:
+    """$SAGE_PATCH_TEST_BACKEND: which kernels for other cards a Hopper card shall run (zoo.mma_library)."""
+    backend = os.environ.get("SAGE_PATCH_TEST_BACKEND")
+    if backend and no_gpu() is None:
+        from zoo import mma_library
+
+        mma_library.use(backend)
 
 
 @pytest.fixture(autouse=True)

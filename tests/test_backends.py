@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 
@@ -17,7 +18,7 @@ from sage_patch.backends import BACKENDS, Backend, why_not
 from sage_patch.dispatch import choose
 from sage_patch.evaluation.calibration.choose import cost_model
 from sage_patch.evaluation.environment import self_test
-from sage_patch.kernels import ops, plain
+from sage_patch.kernels import build, ops, plain
 from sage_patch.pages import Pages
 from sage_patch.recipes import LADDER, NO_LIMITS, RECIPES, Call, Recipe, UnsupportedCall
 from tiny import logits, text_model, tokens
@@ -95,9 +96,32 @@ def test_it_is_chosen_by_the_cards_capability(monkeypatch: pytest.MonkeyPatch) -
     assert [ops.backend_for(d) for d in devices] == ["sm90", "twin", "twin", "none"]
     assert [cost_model("auto", d).card for d in devices] == ["hopper", "ada", "ada", "ada"]
     assert [backends.architecture_of(c) for c in capabilities] == ["90", "86", "89", None]
-    assert backends.capabilities() == "8.6, 8.9, 9.0"
+    assert backends.capabilities() == "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 12.0, 12.1"
     assert ops.backend_for(torch.device("cpu")) == "reference"
     assert why_not(RECIPES["qk_int8_pv_fp8"], CALL._replace(backend="none", device="cuda")) == "no_kernel_for_cuda"
+
+
+def test_rows_in_c_and_in_python_agree() -> None:
+    """Capability and architecture of every row of backends.cu, and what its units are compiled for."""
+    text = re.sub(r"#ifdef.*?#endif", "", (build.source_dir() / "backends.cu").read_text(), flags=re.DOTALL)
+    rows = {(int(c), a) for c, a in re.findall(r"\{(\d+), (\d+), &\w+\}", text)}
+    assert rows == {(10 * major + minor, a) for b in BACKENDS.values() for (major, minor), a in b.architectures.items()}
+    assert set(build.architectures()) == {a for _, a in rows}
+
+
+def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 where the tensor cores have it; no pages yet, so caches are attended exactly."""
+    cards = {(8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (12, 0): "120", (12, 1): "120"}
+    fp8, fp16 = RECIPES["qk_int8_pv_fp8"], RECIPES["qk_int8_pv_fp16"]
+    for capability, architecture in cards.items():
+        name = backends.find("cuda", capability)
+        assert name == ("mma" if capability in ((8, 9), (12, 0), (12, 1)) else "mma_fp16")
+        assert backends.architecture_of(capability) == architecture and BACKENDS[name].pages is None
+        call = CALL._replace(backend=name, device="cuda")
+        assert why_not(fp16, call) is None
+        assert why_not(fp8, call) == (None if name == "mma" else "no_fp8")
+        assert why_not(fp16, call._replace(head_dim=256, v_head_dim=256)) is None
+        assert why_not(RECIPES["qk_int4_pv_fp16"], call._replace(head_dim=256, v_head_dim=256)) == "head_dim"
 
 
 @pytest.mark.parametrize("bits, pv", [(6, "fp16"), (16, "fp8"), (8, "int8"), (8, "none"), (0, "fp8")])

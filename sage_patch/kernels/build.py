@@ -168,8 +168,8 @@ def check_log(log: str) -> list[str]:
 
 
 def _ninja_file(nvcc: Path, sources: Path, architectures: Sequence[str], output: str) -> str:
-    held = ",".join(str(_number(a)) for a in architectures)
-    flags = " ".join((*FLAGS, f"-DSAGE2_ARCHITECTURES={held}"))
+    held = "\\,".join(str(_number(a)) for a in architectures)  # nvcc itself takes a plain comma for the end of a macro
+    flags = " ".join((*FLAGS, f"'-DSAGE2_ARCHITECTURES={held}'"))
     everything = " ".join(_targets(("all",), architectures))
     lines = [
         "ninja_required_version = 1.5",

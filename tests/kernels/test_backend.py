@@ -11,7 +11,7 @@ from sage_patch.kernels import ops
 def test_backend_is_that_of_the_tensors_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda:1 is judged by its own capability, while cuda:0 is current; a device without an index is the current
     one. The GPU tests run the call itself where there are two devices."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (8, 6)].__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (7, 5)].__getitem__)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     ops._cached_backend.cache_clear()
     try:

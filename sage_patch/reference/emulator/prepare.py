@@ -67,7 +67,8 @@ def from_workspace(raw: Tensor, heads: int, blocks: int, dim: int, fp16: bool) -
     k_bytes = take(heads * blocks * tokens * dim, torch.uint8).view(heads, blocks, -1)
     v_bytes = take(heads * blocks * tokens * dim * (2 if fp16 else 1), torch.uint8).view(heads, blocks, -1)
     if fp16:
-        v = v_bytes.view(torch.float16)[:, :, ti.v16_offsets(dim) // 2]
+        halves = v_bytes.view(torch.float16).view(-1, heads, blocks, tokens * min(dim, 128))
+        v = torch.cat([half[:, :, ti.v16_offsets(min(dim, 128)) // 2] for half in halves], dim=-1)
     else:  # of 256 channels: all images of the first half, then those of the second
         halves = v_bytes.view(-1, heads, blocks, tokens * min(dim, 128))
         v = torch.cat([half[:, :, ti.v_offsets(min(dim, 128))] for half in halves], dim=-1)

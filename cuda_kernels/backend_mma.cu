@@ -1,0 +1,38 @@
+// The rows of the mma.sync family: cards whose tensor cores have INT4 (sm_80 to sm_89), and those without.
+// Architectures: 80 86 89 100 120
+#include "backends.h"
+#include "fwd_mma.h"
+
+namespace sage2 {
+namespace {
+
+cudaError_t load() {
+  int device = 0, major = 0, minor = 0;
+  cudaError_t err = cudaGetDevice(&device);
+  if (err == cudaSuccess) err = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (err == cudaSuccess) err = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return err == cudaSuccess ? load_forward_mma(10 * major + minor) : err;
+}
+int rows(int, bool, Family) { return kMmaRows; }
+template<bool PACKED, bool SPLIT> cudaError_t prepare(const Params &p, int sm_count, cudaStream_t stream) {
+  Params with = p;
+  if (PACKED && p.int4) with.int4 = kPackedInt4;
+  return launch_quantize_mma(with, SPLIT, sm_count, stream);
+}
+template<bool PACKED, bool SPLIT> cudaError_t forward(Params &p, int, bool, cudaStream_t stream) {
+  if (PACKED && p.int4) p.int4 = kPackedInt4;
+  return launch_forward_mma(p, SPLIT, stream);
+}
+
+}  // namespace
+
+extern const Backend mma, mma_int4, mma_split;
+const Backend mma = {load,    rows, prepare<false, false>, forward<false, false>, nullptr, nullptr, nullptr, nullptr,
+                     nullptr, 256};
+const Backend mma_int4 = {load,    rows, prepare<true, false>, forward<true, false>, nullptr, nullptr, nullptr, nullptr,
+                          nullptr, 256};
+// P V summed in fp16 where the dense kernels have it. For tests: which card gains from it is not known from its number.
+const Backend mma_split = {
+    load, rows, prepare<false, true>, forward<false, true>, nullptr, nullptr, nullptr, nullptr, nullptr, 256};
+
+}  // namespace sage2

@@ -1,0 +1,11 @@
+// The mma.sync kernels for masks of truth values, windows, sinks and sequences: a unit of their own, so that all
+// families compile at the same time.
+// Architectures: 80 86 89 100 120
+#include "fwd_mma_launch.cuh"
+
+namespace sage2 {
+
+template cudaError_t load_family_mma<kMasked>(int);
+template cudaError_t launch_family_mma<kMasked>(const Params &, bool, cudaStream_t);
+
+}  // namespace sage2

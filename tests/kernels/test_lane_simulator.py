@@ -1,0 +1,218 @@
+"""The mma.sync kernels, lane by lane on a CPU, against the emulator: no GPU, no nvcc.
+
+The source is the kernels' own, so operand layouts, swizzles, half images, barriers and what may be read before it is
+written are tested with it: the simulator ends the program at a bank conflict of ldmatrix, a misaligned or stray access,
+and shared memory begins as NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sage_patch.reference.emulator import forward, forward_mma
+from sage_patch.reference.emulator import prepare as emulated_prepare
+from sage_patch.reference.emulator.float32 import to_half
+from sage_patch.reference.emulator.prepare import Prepared, padded_dim, prepare
+from sage_patch.reference.emulator.visible import present
+from zoo.lane_simulator import Options, compile_simulator, k_image, simulate, simulate_prepare, v_image
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiled = compile_simulator(tmp_path_factory.mktemp("lane_simulator"))
+    if compiled is None:
+        pytest.skip("no C++ compiler")
+    return compiled
+
+
+def inputs(heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, batch: int = 1) -> tuple[Tensor, ...]:
+    torch.manual_seed(dim + q_len + kv_len)
+    q = torch.randn(batch, heads, q_len, dim) + 0.5
+    k, v = (torch.randn(batch, kv_heads, kv_len, dim) + mean for mean in (1.0, 0.25))
+    return q, k, v
+
+
+def check(
+    library: ctypes.CDLL,
+    shape: tuple[int, int, int, int, int],
+    options: Options,
+    recipe: str,
+    dtype: torch.dtype = torch.float16,
+    batch: int = 1,
+    poison: bool = False,
+) -> None:
+    """The kernel's output is the emulator's, but for the last bits that contractions and orders of addition leave."""
+    query, key, value = (x.to(dtype) for x in inputs(*shape, batch=batch))
+    if poison:  # keys that no item has
+        for b, keys in enumerate(options.kv_lens or []):
+            start = 0 if options.kv_starts is None else options.kv_starts[b]
+            for x in (key, value):
+                x[b, :, :start] = math.nan
+                x[b, :, start + keys :] = math.nan
+    scale = 1 / math.sqrt(shape[-1])
+    asked = {
+        name: getattr(options, name)
+        for name in ("is_causal", "top_left", "kv_lens", "kv_starts", "left", "right", "attn_mask", "softcap", "sinks")
+    }
+    stages = forward.emulate(query, key, value, recipe=recipe, scale=scale, **asked)
+    expected, lse = forward_mma.attend(
+        stages, recipe=recipe, split=options.product.endswith("_split"), sinks=options.sinks, softcap=options.softcap
+    )
+    out, out_lse = simulate(library, stages, query, key, options, scale)
+    expected = to_half(expected[..., : shape[-1]], dtype).float()
+    step = 2.0**-10 if dtype == torch.float16 else 2.0**-7
+    far = (out.float() - expected).abs() > step * expected.abs() + 1e-5
+    assert not out.isnan().any()
+    # A probability at a rounding boundary may fall to the other side: rare, and then small.
+    assert far.float().mean() < 0.01 and (out.float() - expected).abs().max() < 0.02, far.float().mean()
+    assert torch.equal(out_lse.isinf(), lse.isinf())
+    assert torch.allclose(out_lse, lse, atol=2e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv_len", "recipe", "dtype", "options"),
+    [
+        (64, 300, "qk_int8_pv_fp8", torch.float16, {}),
+        (64, 300, "qk_int8_pv_fp16", torch.bfloat16, {"size": 2}),
+        (128, 520, "qk_int8_pv_fp8", torch.bfloat16, {"size": 4}),
+        (128, 130, "qk_int8_pv_fp16", torch.float16, {"aligned": False}),
+        (100, 200, "qk_int8_pv_fp8", torch.float16, {"aligned": False, "size": 2}),
+        (64, 200, "qk_int4_pv_fp16", torch.float16, {"packed": True}),
+        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"packed": True, "size": 2}),
+        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"aligned": False}),
+        (256, 200, "qk_int8_pv_fp8", torch.float16, {}),
+        (256, 130, "qk_int8_pv_fp16", torch.float16, {"size": 2}),
+        (64, 300, "qk_int8_pv_fp8", torch.float16, {"kv_lens": [130, 0], "kv_starts": [7, 0]}),
+    ],
+)
+def test_images_without_clusters(
+    library: ctypes.CDLL, dim: int, kv_len: int, recipe: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """The pre-processing writes the emulator's images, which are the Hopper kernel's, bit for bit."""
+    kv_lens, starts = options.get("kv_lens"), options.get("kv_starts")
+    _, key, value = (x.to(dtype) for x in inputs(1, 2, 1, kv_len, dim, batch=2))
+    found = simulate_prepare(library, key, value, recipe, **options)
+    there, values, keys = present(key, value, kv_lens, starts, None)
+    fp16, width = recipe.endswith("fp16"), padded_dim(dim)
+    want = prepare(there, values, keys.tolist(), width, fp16, True, int4=recipe.startswith("qk_int4"))
+    half = min(width, 128)
+    parts = [v_image(want.v[..., at : at + half]).flatten() for at in range(0, width, half)]
+    written = torch.arange(want.k.shape[1]) < -(-keys.repeat_interleave(2)[:, None] // 128)  # images of keys that exist
+    assert torch.equal(
+        found["k"].view(*written.shape, -1)[written], k_image(want.k, bool(options.get("packed")))[written]
+    )
+    v, wanted = (x.view(len(parts), *written.shape, -1)[:, written] for x in (found["v"], torch.cat(parts)))
+    assert torch.equal(v, wanted)
+    assert torch.equal(found["k_scale"][written], want.k_scale[written])
+    for name in ("k_mean", "v_mean", "v_scale"):
+        assert torch.equal(found[name], getattr(want, name)), name
+
+
+SHAPE = (2, 1, 150, 333, 128)  # heads, kv heads, rows, keys, channels
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("product", ["fp16", "fp8", "fp16_split", "fp8_split"])
+def test_dense(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, product: str, dim: int) -> None:
+    if product == "fp8_split":  # V's images reach no further, so that 64 keys * 448 stay inside fp16's range
+        monkeypatch.setattr(emulated_prepare, "E4M3_MAX", 2.25)
+    check(library, (*SHAPE[:4], dim), Options(product), f"qk_int8_pv_{product.removesuffix('_split')}")
+
+
+@pytest.mark.parametrize("head_dim", [256, 200])
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_wide_heads(library: ctypes.CDLL, product: str, head_dim: int) -> None:
+    check(library, (1, 1, 70, 200, head_dim), Options(product), f"qk_int8_pv_{product}", torch.bfloat16)
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+@pytest.mark.parametrize(("q_len", "kv_len", "top_left"), [(150, 333, False), (200, 90, False), (200, 333, True)])
+def test_causal(library: ctypes.CDLL, product: str, q_len: int, kv_len: int, top_left: bool) -> None:
+    options = Options(product, is_causal=True, top_left=top_left)
+    check(library, (1, 1, q_len, kv_len, 128), options, f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_lengths_and_starts(library: ctypes.CDLL, product: str) -> None:
+    options = Options(product, kv_lens=[0, 130, 64], kv_starts=[0, 7, 100])
+    check(library, (1, 1, 40, 200, 64), options, f"qk_int8_pv_{product}", batch=3, poison=True)
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_windows_and_sinks(library: ctypes.CDLL, product: str) -> None:
+    options = Options(product, is_causal=True, left=70, sinks=torch.tensor([0.5, 3.0]))
+    check(library, SHAPE, options, f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_masks_of_truth_values(library: ctypes.CDLL, product: str) -> None:
+    torch.manual_seed(3)
+    mask = torch.rand(1, 2, 150, 333) < 0.7
+    mask[:, :, 5] = False
+    mask[:, 0, :, 60:200] = False
+    check(library, SHAPE, Options(product, attn_mask=mask), f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32])
+def test_added_masks(library: ctypes.CDLL, kind: torch.dtype) -> None:
+    torch.manual_seed(4)
+    mask = torch.randn(1, 1, 150, 333).to(kind)
+    mask[:, :, :, 200:240] = -math.inf
+    mask[:, :, 130:, :128] = 0
+    check(library, SHAPE, Options("fp16", attn_mask=mask), "qk_int8_pv_fp16")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_softcap(library: ctypes.CDLL, product: str) -> None:
+    check(library, SHAPE, Options(product, softcap=20.0, is_causal=True), f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+def test_packed_sequences(library: ctypes.CDLL, product: str) -> None:
+    """Each sequence's rows are those of a call on it alone."""
+    cu_q, cu_k = [0, 5, 5, 200, 341], [0, 40, 40, 300, 441]
+    query, key, value = (x.half() for x in inputs(2, 1, cu_q[-1], cu_k[-1], 64))
+    recipe, scale = f"qk_int8_pv_{product}", 0.125
+    alone = [
+        forward.emulate(*parts, recipe=recipe, scale=scale, is_causal=True) if parts[0].shape[2] else None
+        for parts in forward.sequences(query, key, value, cu_q, cu_k)
+    ]
+    images = alone[0].images
+    blocks = cu_k[-1] // 128 + len(alone)
+    together = {name: torch.zeros(1, blocks, *getattr(images, name).shape[2:], dtype=getattr(images, name).dtype)
+                for name in ("k", "k_scale", "v")}  # fmt: skip
+    for b, stages in enumerate(alone):
+        for name, x in together.items() if stages is not None else ():
+            mine = getattr(stages.images, name)
+            first = cu_k[b] // 128 + b
+            x[:, first : first + mine.shape[1]] = mine
+    vectors = {
+        name: torch.cat([getattr(images if s is None else s.images, name) for s in alone])
+        for name in ("k_mean", "v_mean", "v_scale")
+    }
+    stages = replace(alone[0], images=Prepared(**together, **vectors))
+    options = Options(product, is_causal=True, cu_seqlens=(cu_q, cu_k))
+    out, lse = simulate(library, stages, query, key, options, scale)
+    for b, mine in enumerate(alone):
+        if mine is None:
+            continue
+        rows = slice(cu_q[b], cu_q[b + 1])
+        want, want_lse = forward_mma.attend(mine, recipe=recipe)
+        assert float((out[:, :, rows].float() - want).abs().max()) < 2e-3
+        assert torch.allclose(lse[:, :, rows], want_lse, atol=2e-5, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("product", ["fp16", "fp8"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_int4(library: ctypes.CDLL, packed: bool, product: str, dim: int) -> None:
+    """Two a byte through the tensor cores' INT4, and as 7 levels of INT8: the same scores."""
+    options = Options(product, packed=packed, is_causal=True)
+    check(library, (1, 1, 130, 200, dim), options, f"qk_int4_pv_{product}")

@@ -1,0 +1,152 @@
+"""The mma.sync kernels' machine code, without a card: nothing spills, the tensor cores do what they should, and the
+loop over keys is no longer than it was.
+
+One architecture is compiled by default; all of them with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sage_patch.kernels import build
+
+pytestmark = pytest.mark.nvcc
+
+ARCHITECTURES = ("80", "86", "89", "90a", "100", "120")
+UNITS = ("fwd_mma", "fwd_mma_masked", "fwd_mma_logits")
+FP16, SPLIT, FP8, FP8_SPLIT = range(4)  # Product of mma_tile.cuh
+DENSE, MASKED, ADJUSTED = range(3)
+COPIES = 2  # each kernel has two loops, or two branches of one, over keys
+# Instructions of the dense loop, 64 keys of one warp: what they were, plus 2 %. FP8 on 90a is emulated, for tests.
+BUDGET = {  # (dim, product): by architecture
+    (64, FP16): {"80": 675, "86": 675, "89": 675, "90a": 652, "100": 652, "120": 761},
+    (64, SPLIT): {"80": 460, "86": 460, "89": 460, "90a": 443, "100": 427, "120": 468},
+    (64, FP8): {"89": 657, "120": 681},
+    (128, FP16): {"80": 886, "86": 886, "89": 886, "90a": 858, "100": 861, "120": 1053},
+    (128, SPLIT): {"80": 635, "86": 635, "89": 635, "90a": 622, "100": 596, "120": 673},
+    (128, FP8): {"89": 882, "120": 934},
+    (128, FP8_SPLIT): {"89": 1003, "120": 1076},
+    (64, FP8_SPLIT): {"89": 721, "120": 753},
+    (256, FP16): {"80": 585, "86": 585, "89": 585, "90a": 572, "100": 567, "120": 672},
+    (256, FP8): {"89": 599, "120": 648},
+}
+
+
+def tool(name: str) -> str | None:
+    found = shutil.which(name)
+    candidates = [p for entry in sys.path for p in Path(entry or ".").glob(f"nvidia/cu*/bin/{name}")]
+    return found or next((str(p) for p in candidates), None)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mma")
+
+
+@functools.cache
+def compiled(unit: str, architecture: str, folder: Path) -> tuple[Path, str]:
+    """(the unit's machine code, the compiler's log) for one architecture."""
+    out = folder / f"{unit}.{architecture}.cubin"
+    command = [
+        str(build.find_nvcc()), "-cubin", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-O3",
+        "-std=c++17", "-Xptxas=-v", str(build.source_dir() / f"{unit}.cu"), "-o", str(out),
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return out, run.stdout + run.stderr
+
+
+Instruction = tuple[int, str, str]  # address, operation, operands
+
+
+@functools.cache
+def kernels(unit: str, architecture: str, folder: Path) -> dict[tuple[int, int, int, bool], list[Instruction]]:
+    """(dim, product, family, packed) -> its machine code."""
+    disassembler = tool("cuobjdump")
+    if disassembler is None or tool("nvdisasm") is None:
+        pytest.skip("no cuobjdump or no nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    path = f"{Path(str(tool('nvdisasm'))).parent}:/usr/bin:/bin"
+    out = subprocess.run(
+        [disassembler, "-sass", str(compiled(unit, architecture, folder)[0])], capture_output=True, text=True,
+        check=True, env={"PATH": path},
+    ).stdout  # fmt: skip
+    found: dict[tuple[int, int, int, bool], list[Instruction]] = {}
+    for part in re.split(r"\n\s*Function : ", out)[1:]:
+        name = re.search(r"MmaConfigILi(\d+)ELNS\w*?ProductE(\d)ELNS\w*?FamilyE(\d)ELb([01])E", part)
+        assert name is not None, part[:200]
+        key = int(name[1]), int(name[2]), int(name[3]), name[4] == "1"
+        lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.]+)\s*(.*?);", part)
+        found[key] = [(int(at, 16), operation, operands) for at, operation, operands in lines]
+    return found
+
+
+def runs_on(architecture: str, product: int, packed: bool) -> bool:
+    """compiled_here of mma_tile.cuh."""
+    number = int(architecture.rstrip("a"))
+    return (product < FP8 or number in (89, 90) or number >= 120) and (not packed or number < 100)
+
+
+def expected(dim: int, product: int, family: int, packed: bool) -> dict[str, int]:
+    """Tensor-core instructions of one warp and 64 keys, by kind."""
+    one = family == ADJUSTED or product == SPLIT or dim > 128 or (family == MASKED and product == FP8 and dim == 128)
+    fragments, channels = (1 if one else 2), min(dim, 128)
+    steps = (dim // 2 if packed else dim) // 32
+    scores = {("IMMA.16864.S4" if packed else "IMMA.16832.S8"): steps * 8 * fragments}
+    weights = ("HMMA.16816.F32", "HMMA.16816.F16", "QMMA.16832.F32", "QMMA.16832.F16")[product]
+    return scores | {weights: (2 if product >= FP8 else 4) * (channels // 8) * fragments}
+
+
+def tensor_core(operation: str) -> str | None:
+    found = re.match(r"(IMMA\.168\d\d\.S[48]|[HQO]MMA\.168\d\d\.F\d\d|[HIQO]MMA\.\w+)", operation)
+    return found[1] if found else None
+
+
+def loop(code: list[Instruction]) -> list[Instruction]:
+    """The shortest loop with tensor-core instructions: keys that every row sees."""
+    loops = []
+    for at, operation, operands in code:
+        target = re.search(r"0x([0-9a-f]+)", operands) if operation.startswith("BRA") else None
+        if target and int(target[1], 16) < at:
+            body = [x for x in code if int(target[1], 16) <= x[0] <= at]
+            if any(tensor_core(x[1]) for x in body):
+                loops.append(body)
+    return min(loops, key=len)
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(a, marks=[] if a == "89" else pytest.mark.slow) for a in ARCHITECTURES]
+)
+@pytest.mark.parametrize("unit", UNITS)
+def test_tensor_cores_and_registers(unit: str, architecture: str, folder: Path) -> None:
+    _, log = compiled(unit, architecture, folder)
+    assert build.check_log(log) == []  # no spills, no local memory
+    found = kernels(unit, architecture, folder)
+    family = UNITS.index(unit)
+    assert {key[2] for key in found} == {family}
+    for (dim, product, _, packed), code in found.items():
+        counts = collections.Counter(kind for _, operation, _ in code if (kind := tensor_core(operation)))
+        operations = collections.Counter(operation.split(".")[0] for _, operation, _ in code)
+        assert operations["LDL"] == operations["STL"] == 0
+        if not runs_on(architecture, product, packed):  # never the compiler's emulation
+            assert not counts, (dim, product, packed, counts)
+            continue
+        want = {kind: COPIES * n for kind, n in expected(dim, product, family, packed).items()}
+        if architecture == "90a" and (product >= FP8 or packed):  # emulated, for tests
+            assert counts, (dim, product, packed)
+            continue
+        assert counts == want, (dim, product, packed)
+        if family == DENSE:
+            assert len(loop(code)) <= BUDGET[dim, product][architecture], (dim, product, len(loop(code)))
+
+
+@pytest.mark.parametrize("architecture", [pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES])
+def test_pre_processing_compiles_everywhere(architecture: str, folder: Path) -> None:
+    assert build.check_log(compiled("quantize_mma", architecture, folder)[1]) == []

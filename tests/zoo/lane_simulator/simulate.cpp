@@ -1,0 +1,173 @@
+// The mma.sync attention kernels on a CPU, lane by lane: the same source, this folder's instructions. A shared library;
+// test_lane_simulator.py compiles it beside a copy of the kernels' headers.
+namespace sage2 {
+namespace {
+// Stands for the shared memory that a kernel declares: the pre-processing uses it, the attention kernels' is simulated.
+alignas(1024) unsigned char smem[48 << 10];
+}  // namespace
+}  // namespace sage2
+#include "fwd_mma.cuh"
+#include "quantize_mma.cuh"
+
+using namespace sage2;
+
+// Mirrored by `Call` of test_lane_simulator.py. Tensors are contiguous, as in Params.
+struct Call {
+  const uint16_t *q;
+  uint16_t *out;
+  float *lse;
+  uint8_t *k, *v;
+  float *k_scale, *k_mean, *v_mean, *v_scale, *q_mean, *correction;
+  const int32_t *kv_lens, *kv_starts, *cu_q, *cu_k;
+  int2 *schedule;
+  const void *mask;
+  uint32_t *bits, *lists;
+  int32_t *counts;
+  const float *sinks;
+  int32_t batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, blocks, q_tiles, total, q_blocks;
+  int32_t bf16, causal, top_left, left, right, family, int4, smooth_q, all_logits, mask_kind, mask_batch, mask_heads;
+  int32_t product, packed, v_channel;
+  float scale, scale_log2, softcap, softcap_step;
+};
+
+template<class C> static void run(const Params &p) {
+  simulator::launch(p.total, C::threads, C::bytes, [&] { attention_mma<C>(p); });
+}
+template<int DIM, Product PV, Family FAMILY> static void run(const Params &p, bool packed) {
+  if constexpr (FAMILY == kAdjusted && DIM <= 128)
+    if (packed) return run<MmaConfig<DIM, PV, FAMILY, true>>(p);
+  run<MmaConfig<DIM, PV, FAMILY, false>>(p);
+}
+template<int DIM, Product PV> static void run(const Params &p, bool packed) {
+  if (p.family == kDense) run<DIM, PV, kDense>(p, packed);
+  else if constexpr (PV == kPvFp16 || PV == kPvFp8)
+    p.family == kMasked ? run<DIM, PV, kMasked>(p, packed) : run<DIM, PV, kAdjusted>(p, packed);
+}
+template<int DIM> static void run(const Params &p, int product, bool packed) {
+  if (product == kPvFp8) return run<DIM, kPvFp8>(p, packed);
+  if (product == kPvFp16) return run<DIM, kPvFp16>(p, packed);
+  if constexpr (DIM <= 128)
+    product == kPvFp16Split ? run<DIM, kPvFp16Split>(p, packed) : run<DIM, kPvFp8Split>(p, packed);
+}
+
+// Mirrored by `PrepareCall`. Contiguous tensors; size: CTAs that share a head.
+struct PrepareCall {
+  const uint16_t *key, *value;
+  uint8_t *k, *v;
+  float *k_scale, *k_mean, *v_mean, *v_scale;
+  const int32_t *kv_lens, *kv_starts;
+  int32_t batch, kv_heads, kv_len, head_dim, blocks, bf16, fp16_pv, int4, smooth_v, size, aligned;
+};
+template<int DIM, bool FP16, Mode MODE, bool PACKED> static void prepare(const Params &p, int size) {
+  const int heads = p.batch * p.kv_heads, n = heads * DIM;
+  memset(p.images.v_scale, 0, n * sizeof(float));
+  memset(smem, 0xFF, sizeof smem);
+  simulator::launch(heads * size, kThreads, 0, [&] { quantize_k_mma<DIM, MODE, PACKED>(p, size); });
+  memset(smem, 0xFF, sizeof smem);
+  simulator::launch(heads * size, kThreads, 0, [&] { quantize_v_mma<DIM, DIM, FP16, MODE>(p, size, kE4m3Max); });
+  simulator::launch((n + 255) / 256, 256, 0, [&] { finish_v_scales<FP16>(p.images.v_scale, n, kE4m3Max); });
+}
+template<int DIM, bool FP16> static void prepare(const Params &p, int size, bool aligned) {
+  if constexpr (DIM <= 128)
+    if (p.int4 == kPackedInt4) return prepare<DIM, FP16, kAny, true>(p, size);
+  if (!aligned) return prepare<DIM, FP16, kAny, false>(p, size);
+  p.bf16 ? prepare<DIM, FP16, kAlignedBf16, false>(p, size) : prepare<DIM, FP16, kAlignedFp16, false>(p, size);
+}
+
+extern "C" int simulate_prepare(const PrepareCall *c) {
+  Params p = {};
+  int32_t counter = 0;
+  const int64_t dim = c->head_dim, keys = c->kv_len;
+  p.k = {c->key, c->kv_heads * keys * dim, keys * dim, dim, c->aligned};
+  p.v = {c->value, c->kv_heads * keys * dim, keys * dim, dim, c->aligned};
+  p.images = {c->k, c->v, c->k_scale, c->k_mean, c->v_mean, c->v_scale, 0, &counter};
+  p.images.v_half = (int64_t)c->batch * c->kv_heads * c->blocks * v_image_bytes(128, c->fp16_pv);
+  p.kv_lens = c->kv_lens;
+  p.kv_starts = c->kv_starts;
+  p.batch = c->batch;
+  p.kv_heads = c->kv_heads;
+  p.kv_len = c->kv_len;
+  p.head_dim = p.v_head_dim = c->head_dim;
+  p.blocks = c->blocks;
+  p.bf16 = c->bf16;
+  p.fp16_pv = c->fp16_pv;
+  p.int4 = c->int4;
+  p.smooth_k = 1;
+  p.smooth_v = c->smooth_v;
+  const int padded = padded_dim(c->head_dim);
+  if (padded == 64) c->fp16_pv ? prepare<64, true>(p, c->size, c->aligned) : prepare<64, false>(p, c->size, c->aligned);
+  else if (padded == 128)
+    c->fp16_pv ? prepare<128, true>(p, c->size, c->aligned) : prepare<128, false>(p, c->size, c->aligned);
+  else c->fp16_pv ? prepare<256, true>(p, c->size, c->aligned) : prepare<256, false>(p, c->size, c->aligned);
+  return 0;
+}
+
+extern "C" int simulate(const Call *c) {
+  Params p = {};
+  const int64_t rows = (int64_t)c->q_len, dim = c->head_dim, v_dim = c->v_head_dim;
+  const int32_t vector = dim % 8 == 0;
+  const int64_t items = c->cu_q ? 0 : c->heads;  // heads between two items of the batch
+  p.q = {c->q, items * rows * dim, rows * dim, dim, vector};
+  p.out = {c->out, items * rows * v_dim, rows * v_dim, v_dim, v_dim % 8 == 0};
+  p.images.k = c->k;
+  p.images.v = c->v;
+  p.images.k_scale = c->k_scale;
+  p.images.k_mean = c->k_mean;
+  p.images.v_mean = c->v_mean;
+  p.images.v_scale = c->v_scale;
+  p.lse = c->lse;
+  p.kv_lens = c->kv_lens;
+  p.kv_starts = c->kv_starts;
+  p.cu_q = c->cu_q;
+  p.cu_k = c->cu_k;
+  p.schedule = c->schedule;
+  p.batch = c->batch;
+  p.heads = c->heads;
+  p.kv_heads = c->kv_heads;
+  p.heads_per_kv = c->heads / c->kv_heads;
+  p.q_len = c->q_len;
+  p.kv_len = c->kv_len;
+  p.head_dim = c->head_dim;
+  p.v_head_dim = c->v_head_dim;
+  p.v_channel = c->v_channel;
+  p.blocks = c->blocks;
+  p.q_tiles = c->q_tiles;
+  p.total = c->total;
+  p.group = c->causal ? c->heads : 1;
+  p.bf16 = c->bf16;
+  p.causal = c->causal;
+  p.top_left = c->top_left;
+  p.scale = c->scale;
+  p.scale_log2 = c->scale_log2;
+  p.mask.data = c->mask;
+  p.mask.kind = c->mask_kind;
+  p.mask.mb = c->mask_batch;
+  p.mask.mh = c->mask_heads;
+  p.mask.column = 1;
+  p.mask.row = c->kv_len;
+  p.mask.head = c->mask_heads > 1 ? rows * c->kv_len : 0;
+  p.mask.batch = c->mask_batch > 1 ? c->mask_heads * rows * c->kv_len : 0;
+  p.mask.pairs = c->kv_len % 2 == 0;
+  p.mask.bits = c->bits;
+  p.mask.lists = c->lists;
+  p.mask.counts = c->counts;
+  p.sinks = c->sinks;
+  p.softcap = c->softcap;
+  p.softcap_step = c->softcap_step;
+  p.left = c->left;
+  p.right = c->right;
+  p.family = c->family;
+  p.tile_rows = kMmaRows;
+  p.need_dot = 1;
+  p.all_logits = c->all_logits;
+  p.int4 = c->int4;
+  p.smooth_q = c->smooth_q;
+  p.q_blocks = c->q_blocks;
+  p.q_mean = c->q_mean;
+  p.correction = c->correction;
+  const int padded = padded_dim(c->head_dim);
+  if (padded == 64) run<64>(p, c->product, c->packed);
+  else if (padded == 128) run<128>(p, c->product, c->packed);
+  else run<256>(p, c->product, c->packed);
+  return 0;
+}

@@ -1,0 +1,48 @@
+"""The mma.sync kernels on a Hopper card, whose own kernels are others: a library of the tests alone.
+
+A Hopper card executes mma.sync (FP8 and INT4 emulated), so the family for cards that are not here can be tested on one.
+`SAGE_PATCH_TEST_BACKEND=mma pytest -m gpu` runs every test of the card with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from sage_patch.kernels import build, library
+
+BACKENDS = ("mma", "mma_int4", "mma_split")  # rows of cuda_kernels/backend_mma.cu
+ARCHITECTURE, CAPABILITY = "90", 90
+
+
+def build_library(backend: str) -> Path:
+    """The library in which `backend` serves Hopper cards, from the cache or compiled."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: {', '.join(BACKENDS)}")
+    units = {
+        name: (*names, "90a") if name.endswith("_mma.cu") or name.startswith("fwd_mma") else names
+        for name, names in build.units().items()
+    }
+    flags = (*build.FLAGS, f"-DSAGE2_TEST_BACKEND={backend}")
+    with mock.patch.object(build, "units", lambda: units), mock.patch.object(build, "FLAGS", flags):
+        return build.build([ARCHITECTURE])
+
+
+def use(backend: str, index: int = 0) -> None:
+    """From now on calls on cuda:`index` run on this backend."""
+    library._by_device[index] = library._open(str(build_library(backend))), CAPABILITY
+    library._workspace_sizes.clear()
+
+
+@contextlib.contextmanager
+def on(backend: str, index: int = 0) -> Iterator[None]:
+    """Calls on cuda:`index` run on this backend inside."""
+    before = library.of_device(index)
+    use(backend, index)
+    try:
+        yield
+    finally:
+        library._by_device[index] = before
+        library._workspace_sizes.clear()
