@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sage_patch import __version__
 from sage_patch.errors import SagePatchError
 
 if TYPE_CHECKING:
@@ -41,6 +42,21 @@ Config = Annotated[Path, typer.Argument(help="A run configuration (YAML), such a
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one value; may be given several times.")
 ]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sage-patch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options that come before any command."""
 
 
 @app.command()
@@ -156,8 +172,10 @@ def calibrate(
 
         loaded = load_run_config(config, set_ or [])
         targets = parse_targets(target or [], loaded.task.kind)
-        folder = Path(output) if output is not None else Path(loaded.output)
+        folder = _folder(Path(output) if output is not None else Path(loaded.output))
         path = out if out is not None else folder / "policy.yaml"
+        if path.exists():
+            _say(f"{path} is there already and will be replaced by the policy that is found; --out names another file")
 
         from sage_patch.evaluation.calibration import search as calibration
         from sage_patch.evaluation.calibration import tables as calibrate_tables
@@ -201,7 +219,9 @@ def bench(
     table: Annotated[
         Path | None, typer.Option(help="Write the card's crossover lengths here, not into the user's cache.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for bench.json, bench.md and bench.png.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "--out", help="Folder for bench.json, bench.md and bench.png.")
+    ] = None,
     plot: Annotated[bool, typer.Option(help="Draw bench.png.")] = True,
 ) -> None:
     """Time the compiled kernels on this GPU, beside other attention kernels."""
@@ -223,8 +243,8 @@ def bench(
             note={"command": _command()},
         )
         benchmark.require_gpu()
-        if out is not None:
-            _folder(out)
+        if output is not None:
+            _folder(output)
         console = _console()
         with _progress(console, loads_models=False) as progress:
             result = benchmark.run(plan_, progress)
@@ -235,8 +255,8 @@ def bench(
             path = table or crossovers.user_table()
             crossovers.write(path, name, card)
             _say(f"wrote {path}")
-        if out is not None:
-            _say(f"wrote {', '.join(map(str, write_bench(out, result, plot)))}")
+        if output is not None:
+            _say(f"wrote {', '.join(map(str, write_bench(output, result, plot)))}")
 
 
 @app.command()
@@ -249,8 +269,8 @@ def ablate(
         str | None, typer.Option(help="The site to take apart.  [default: the one INT4 without smoothing damages most]")
     ] = None,
     head: Annotated[int | None, typer.Option(min=0, help="Its query head.  [default: likewise]")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for ablation.json, ablation.md and anatomy.json.  [default: output]")
+    output: Annotated[
+        Path | None, typer.Option("--output", "--out", help="Folder for ablation.json, ablation.md and anatomy.json.")
     ] = None,
 ) -> None:
     """What smoothing, scale granularity and the type of P and V buy on your model's own tensors."""
@@ -258,7 +278,7 @@ def ablate(
         from sage_patch.config import load_run_config
 
         loaded = load_run_config(config, set_ or [])
-        folder = _folder(out or Path(loaded.output))
+        folder = _folder(output or Path(loaded.output))
 
         from sage_patch.evaluation.ablation import ablate_model, write_ablation
 
@@ -276,7 +296,9 @@ def report(
         list[Path],
         typer.Argument(help="results.json, ablation.json, anatomy.json, bench.json, or a policy (YAML), in any order."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for index.html and report.md.")] = Path("report"),
+    output: Annotated[Path, typer.Option("--output", "--out", help="Folder for index.html and report.md.")] = Path(
+        "report"
+    ),
     title: Annotated[str, typer.Option(help="The page's title.")] = "Quantized attention: what it costs and gains",
 ) -> None:
     """One page, without network, from any number of results files and policies."""
@@ -286,7 +308,7 @@ def report(
 
         policies = {path: load_policy(path) for path in files if path.suffix in (".yaml", ".yml")}
         results = [path for path in files if path not in policies]
-        _say(f"wrote {_written(write_report(results, policies, out, title, _command()))}")
+        _say(f"wrote {_written(write_report(results, policies, output, title, _command()))}")
 
 
 @app.command()

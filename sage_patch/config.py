@@ -103,13 +103,14 @@ def _text_of(source: object, who: str) -> str:
     return text
 
 
-def _read(path: Path) -> Document:
-    """The YAML file at `path`. ConfigError if there is no text to read there."""
+def _read(path: Path, or_else: str = "") -> Document:
+    """The YAML file at `path`. ConfigError if there is no text to read there, with `or_else` if there is no file."""
     try:
         with open(path, encoding="utf-8") as file:
             document = read_yaml(file.read(MAX_CHARACTERS + 1))
     except OSError as error:
-        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror or error}") from None
+        hint = or_else if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read {shown(str(path))}: {error.strerror or error}{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"cannot read {shown(str(path))}: it is not UTF-8 text") from None
     except ValueError as error:  # a NUL in the name
@@ -131,7 +132,9 @@ def _policy_of(name: str, base: Path) -> Document:
             path = _shipped_policy(name)
     except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, no such user
         raise ConfigError(f"cannot read {shown(name)}: {error}") from None
-    document = _read(path)
+    document = _read(
+        path, or_else="; give a file's path, a recipe's name, a shipped policy's name or a sage_patch.Policy"
+    )
     if isinstance(document.value, dict) and _belongs_to(document.value, RunConfig, PolicySpec):
         raise ConfigError(
             f"{shown(name)}: this is a run file, and a policy file belongs here: "

@@ -17,6 +17,7 @@ from difflib import SequenceMatcher
 from typing import Literal
 
 from sage_patch.errors import SagePatchError
+from sage_patch.names import grouped
 from sage_patch.recipes import AUTO, Limits, parse_recipe
 
 Role = Literal["self", "cross", "joint"]
@@ -129,8 +130,9 @@ class Span:
 class Rule:
     """What changes at the sites that match all of `match`, `layers` and `role`, at the steps in `steps`.
 
-    match: a glob on the site's whole name. layers: which blocks of the site's own block list; a site outside
-    any block list does not match. recipe, on_unsupported: None leaves what was said before.
+    match: a glob on the site's whole name. layers: which blocks of the site's own block list; a site outside any block
+    list does not match. layers and steps take a Span, or what `Span.parse` reads. recipe, on_unsupported: None leaves
+    what was said before.
     reason: why, for people; it belongs to the rule's recipe. score: figures that a calibration measured.
     """
 
@@ -146,8 +148,12 @@ class Rule:
     def __post_init__(self) -> None:
         for name in ("layers", "steps"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Span):
-                raise TypeError(f"{name} must be a Span, such as Span.parse({value!r}); got {type(value).__name__}")
+            if value is None or isinstance(value, Span):
+                continue
+            try:
+                object.__setattr__(self, name, Span.parse(value))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
 
     def covers(self, site: AttentionSite) -> bool:
         """Does the rule apply to the site at some step?"""
@@ -307,6 +313,17 @@ class Plan:
                 }
             )
         return rows
+
+    def __str__(self) -> str:
+        """One line for sites that differ in their number only: name, count, role, recipe, rules by step, reason."""
+        rows, columns = self.rows(), ("role", "recipe", "steps", "reason")
+        lines = [
+            (names, f"x{count}", *(str(row[c]) for c in columns))
+            for names, count, row in grouped(rows, lambda row: tuple(row[c] for c in columns))
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        cells = ("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join([f"{len(rows)} attention sites, policy {self.policy.recipe}", *(f"  {c}" for c in cells)])
 
 
 def resolve(policy: Policy, sites: Iterable[AttentionSite], has_steps: bool = False) -> Plan:

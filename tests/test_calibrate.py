@@ -324,7 +324,10 @@ def test_an_unreachable_target_says_how_far_it_got_and_overwrites_nothing(calibr
     assert result.exit_code == 2
     assert "kl<=1e-9 was not reached with any attention quantized" in result.stderr
     assert "qk_int8_pv_fp16 everywhere: kl 0.00" in result.stderr
+    assert f"{calibrated[1] / 'policy.yaml'} is there already and will be replaced" in result.stderr
     assert (calibrated[1] / "policy.yaml").read_text() == before
+    result = invoke(TINY, *SMALL, *TARGET, "--output", str(calibrated[1] / "policy.yaml"))
+    assert result.exit_code == 2 and "the output must be a folder, and" in result.stderr
 
 
 def test_a_speed_floor_is_predicted_on_a_cpu(calibrated: tuple[Result, Path]) -> None:

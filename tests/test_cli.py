@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import sage_patch
 from sage_patch import cli
 from sage_patch.config import ConfigError, load_policy, load_run_config
 from sage_patch.evaluation import metrics, run, tables
@@ -47,6 +48,16 @@ def test_help_is_fast_and_loads_no_torch() -> None:
     assert time.perf_counter() - start < 10  # a busy machine; alone it takes a quarter of a second
     assert all(word in done.stdout for word in ("run", "plan", "env", "Exit codes"))
     assert not any(f"| {module}\n" in done.stderr for module in ("torch", "transformers", "pydantic"))
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"sage-patch {sage_patch.__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["run", "evaluate", "calibrate", "bench", "ablate", "report"])
+def test_every_command_that_fills_a_folder_calls_it_output(command: str) -> None:
+    assert "--output" in CliRunner().invoke(cli.app, [command, "--help"]).output
 
 
 def test_run_writes_results_that_hold_everything(small_run: tuple[Result, Path]) -> None:

@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"recipes"},
     "yamltext": set(),
     "figures": set(),
-    "policy": {"recipes"},
+    "names": set(),
+    "policy": {"names", "recipes"},
     "schema": {"figures", "policy", "recipes"},
     "config": {"schema", "policy", "recipes", "yamltext"},
     "reference": {"recipes", "args"},
@@ -56,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "args",
         "schema",
         "figures",
+        "names",
         "integrations",  # steps.py alone: see below
         "policy",
         "recipes",
@@ -75,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },  # __init__: lazily
 }
-STANDARD_LIBRARY_ONLY = {"backends", "errors", "figures", "policy", "reasons", "recipes"}
+STANDARD_LIBRARY_ONLY = {"backends", "errors", "figures", "names", "policy", "reasons", "recipes"}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say
 MAY_IMPORT_HUGGING_FACE = {
     "integrations/configurations",

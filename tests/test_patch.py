@@ -309,3 +309,16 @@ def test_missing_kernels_are_found_at_apply_with_the_model_untouched(monkeypatch
     with pytest.raises(BuildError, match="no nvcc"):
         sage_patch.apply(model)
     assert snapshot(model) == before and registry_snapshot() == registries
+
+
+def test_a_card_without_kernels_is_said_once_at_apply(monkeypatch):
+    from sage_patch.kernels import ops
+
+    model = text_model()
+    monkeypatch.setattr(torch.nn.Parameter, "device", torch.device("cuda:0"), raising=False)
+    monkeypatch.setattr(ops, "backend_for", lambda device: "none")
+    monkeypatch.setattr(ops, "prepare", lambda device: None)
+    with pytest.warns(UserWarning, match="no quantized kernels for this GPU: every call will run exact"):
+        handle = sage_patch.apply(model)
+    monkeypatch.undo()
+    handle.revert()

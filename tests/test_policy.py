@@ -228,9 +228,26 @@ def test_limits_fill_in_what_the_policy_leaves_open() -> None:
     assert Policy(min_kv_len=512, quantize_fp32=True).limits == Limits(16, 512, True, crossover=False)
 
 
-def test_a_rule_wants_a_span_not_its_written_form() -> None:
-    with pytest.raises(TypeError, match=r"Span.parse\('0-3'\)"):
-        Rule(layers="0-3", recipe="exact")  # type: ignore[arg-type]
+@pytest.mark.parametrize("field", ["layers", "steps"])
+def test_rules_in_python_take_the_written_forms_of_a_span(field: str) -> None:
+    for written in (3, [0, -1], "0-3", {"first": 2}, {"last": 0.1}, {"from": 4, "to": -1}):
+        assert Rule(**{field: written}, recipe="exact") == Rule(**{field: Span.parse(written)}, recipe="exact")
+    with pytest.raises(ValueError, match=rf"^{field}: a text must be .*'first 2'; write 3, .*{{first: 2}}"):
+        Rule(**{field: "first 2"}, recipe="exact")
+    with pytest.raises(ValueError, match=rf"^{field}: cannot read 1.5; write"):
+        Rule(**{field: 1.5}, recipe="exact")
+
+
+def test_a_printed_plan_has_one_line_for_equal_sites() -> None:
+    rules = [Rule(layers={"first": 2}, recipe="exact", reason="first blocks"), Rule(steps={"last": 1}, recipe=FINER)]
+    text = str(resolve(Policy(INT8, rules=rules), sites(48, parts=("attn1", "attn2")), has_steps=True))
+    assert [" ".join(line.split()) for line in text.splitlines()] == [
+        "96 attention sites, policy qk_int8_pv_fp8",
+        "blocks.{0-1}.attn1 x2 self exact last 1: qk_int8_pv_fp16 first blocks",
+        "blocks.{0-1}.attn2 x2 cross exact last 1: qk_int8_pv_fp16 first blocks",
+        "blocks.{2-47}.attn1 x46 self qk_int8_pv_fp8 last 1: qk_int8_pv_fp16",
+        "blocks.{2-47}.attn2 x46 cross qk_int8_pv_fp8 last 1: qk_int8_pv_fp16",
+    ]
 
 
 def test_policies_are_values() -> None:

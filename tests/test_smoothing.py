@@ -20,6 +20,37 @@ def test_key_channel_with_an_offset(offset: float) -> None:
     assert without > {10: 0.04, 30: 0.06, 100: 0.15, 300: 0.5}[offset]
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """RoPE with base 1e6: channels i and i + D/2 turn together."""
+    tokens, dim = x.shape[-2:]
+    turns = torch.arange(tokens)[:, None] * 1e6 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    cos, sin = (f(torch.cat([turns, turns], dim=-1)) for f in (torch.cos, torch.sin))
+    first, second = x.double().chunk(2, dim=-1)
+    return x.double() * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+@pytest.mark.parametrize(
+    "pair, bias, int8, int4",
+    [
+        (62, 300, 0.0345, 0.185),
+        (30, 30, 0.0445, 0.54),
+        (30, 100, 0.098, 0.76),
+        (2, 30, 0.081, 0.77),
+        (2, 300, 0.67, 0.81),
+    ],
+)
+def test_a_key_bias_that_rope_turns_costs_what_the_page_says(pair: int, bias: float, int8: float, int4: float) -> None:
+    """A bias in channels that hardly turn is taken out; the faster they turn, the more of it stays in the keys."""
+    q, k, v = (x.double() for x in qkv(1, 2, 600, 600, 128))
+    both = [pair, pair + 64]
+    k[..., both] += torch.tensor([bias, -0.6 * bias], dtype=torch.float64)
+    q[..., both] *= min(1, 8 / bias)
+    call = [x.bfloat16() for x in (turned(q), turned(k), v)]
+    want = attention(*call, is_causal=True)[0]
+    for recipe, error in ((DEFAULT, int8), ("qk_int4_pv_fp8", int4)):
+        assert measure(run(*call, recipe, is_causal=True), want).rel_l1 == pytest.approx(error, rel=0.1), recipe
+
+
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("kv_len", [1, 2, 4, 12, 77, 503])
 def test_smoothing_never_hurts(recipe: str, kv_len: int) -> None:

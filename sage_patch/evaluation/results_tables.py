@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sage_patch.evaluation.environment import machine_name
-from sage_patch.evaluation.tables import Table, calls_text, grouped, heads_text, plain, write_whole
+from sage_patch.evaluation.tables import Table, calls_text, heads_text, plain, write_whole
 from sage_patch.figures import BY_KEY, notes, of_kind
+from sage_patch.names import grouped
 
 Results = dict[str, Any]
 _ONE = {"text": "window", "image": "picture", "video": "clip"}

@@ -20,7 +20,7 @@ from sage_patch.evaluation.report.blocks import (
     Traced,
     derived,
 )
-from sage_patch.evaluation.tables import grouped
+from sage_patch.names import grouped
 
 HEAT = (1e-3, 1.0)  # relative L1 errors: nothing to see, and as large as the signal
 
