@@ -32,6 +32,8 @@ class Backend:
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
     card: whose cost model calibration takes on its devices.
+    is_proven: its tests ran on a card of their own. Where they did not, the first use on a device compares its numbers
+        with the reference's, and refuses to go on if they differ.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Backend:
     no_gain: Rule | None = None
     architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
     card: str = "ada"
+    is_proven: bool = True
 
     @property
     def is_compiled(self) -> bool:
@@ -129,6 +132,7 @@ BACKENDS: dict[str, Backend] = {
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
             architectures={(8, 9): "89", (12, 0): "120", (12, 1): "120"},
+            is_proven=False,
         ),
         Backend(
             "mma_fp16",
@@ -137,6 +141,7 @@ BACKENDS: dict[str, Backend] = {
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
             architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100"},
+            is_proven=False,
         ),
         Backend(
             "reference",

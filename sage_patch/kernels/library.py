@@ -18,7 +18,7 @@ from torch import Tensor
 from sage_patch import backends
 from sage_patch.args import Args, key_padding
 from sage_patch.errors import SagePatchError
-from sage_patch.kernels import torch_private
+from sage_patch.kernels import first_use, torch_private
 from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
 
@@ -82,6 +82,13 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
                 f"{backends.capabilities()}"
             )
         found = _by_device[index] = load_for(architecture), 10 * capability[0] + capability[1]
+        backend = backends.BACKENDS[backends.find("cuda", capability)]
+        if not backend.is_proven:
+            try:
+                first_use.compare(backend, forward, f"cuda:{index}")
+            except Exception:
+                del _by_device[index]
+                raise
     return found
 
 
