@@ -23,8 +23,6 @@ from sage_patch.recipes import AUTO, Limits, parse_recipe
 Role = Literal["self", "cross", "joint"]
 OnUnsupported = Literal["exact", "error"]
 
-ROLES: tuple[str, ...] = ("self", "cross", "joint")
-ON_UNSUPPORTED: tuple[str, ...] = ("exact", "error")
 CALIBRATION_SCHEMA = 1  # of `Calibration` and of what its figures mean
 MAX_VARIANTS = 3  # distinct plans over the steps of one request: each may cost a compiled model one recompile
 

@@ -52,7 +52,7 @@ REASONS: dict[str, Reason] = {
     "context_parallel": Reason("the sequence is split over devices by diffusers' context parallelism"),
     "function_mode": Reason("a torch function mode of diffusers waits for this very call, to change its result"),
     "argument_*": Reason("the call has the argument {}, which only its original function understands"),
-    "processor_replaced": Reason("a processor was replaced after apply(), for good or for one request, and runs alone"),
+    "processor_replaced": Reason("another processor than at apply(), for good or for one request, runs its own code"),
     "no_kernel_for_*": Reason("no quantized kernel runs on this {} device yet: sage-patch env names those there are"),
     # over a quantized cache
     "cache_materialized": Reason("the model itself computes with the cached keys, which were dequantized for it"),

@@ -15,9 +15,7 @@ from sage_patch.attention import UnsupportedCall
 from sage_patch.integrations.transformers import (
     NAMES,
     OwnAttentionError,
-    register,
     sage2_attention_forward,
-    unregister,
 )
 from tiny import EVERYTHING, logits, text_config, text_model, tokens
 
@@ -96,19 +94,6 @@ def test_mask_of_the_custom_name_equals_sdpa():
         )
     assert masks["sage2"] is not None
     assert torch.equal(masks["sage2"], masks["sdpa"])
-
-
-def test_unregister_restores_both_registries():
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    try:
-        unregister()
-        assert "sage2" not in AttentionInterface._global_mapping
-        assert "sage2" not in AttentionMaskInterface._global_mapping
-    finally:
-        register()
-    assert AttentionInterface._global_mapping["sage2"] is sage2_attention_forward
 
 
 def test_flag_at_load_and_set_later_without_apply():

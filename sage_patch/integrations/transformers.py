@@ -241,17 +241,6 @@ def register() -> None:
         AttentionMaskInterface.register(name, build)
 
 
-def unregister() -> None:
-    """Take the names out of both registries; a model that still uses one then fails by name."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    # The registries have no public way to forget a name.
-    for name in (*NAMES.values(), *PACKED_NAMES.values()):
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
-
-
 # Tags of modules that were never given one: the default policy, for each mask style. Plain module-level objects,
 # because a compiler can follow those.
 _FLAG_TAGS: dict[MaskStyle, SiteTag] = {
