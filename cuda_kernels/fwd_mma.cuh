@@ -126,7 +126,7 @@ SAGE2_DEV void weigh(RowSums<C> &sums, const uint32_t (&P)[C::fragments][C::step
       constexpr int pair = decltype(index)::value;
       schedule_fence<pair>(never);
       float T[C::fragments][2][4] = {};
-      uint32_t half[C::fragments][2][2] = {};
+      [[maybe_unused]] uint32_t half[C::fragments][2][2] = {};
       #pragma unroll
       for (int step = 0; step < C::steps; step++) {
         uint32_t b[4];
