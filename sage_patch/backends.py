@@ -58,7 +58,7 @@ def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
     """What the Hopper kernel does not take yet."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"
-    if recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
+    if recipe.rotate != "none" or recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
         return "variant"
     if call.dtype == "float32":
         return "dtype_float32"
