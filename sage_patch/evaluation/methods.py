@@ -86,7 +86,8 @@ def round_weights(call: ops.ObservedCall, to: Literal["int8", "e4m3"], by_tile: 
 def softpick(call: ops.ObservedCall) -> dict[str, float]:
     """`qk_int8_pv_fp8` where the softmax is Softpick's (arXiv 2504.20966), max(e^x - 1, 0) / sum |e^x - 1|, which needs
     no sink: against the same function of the exact scores. The models were not trained with it, so the row says what
-    rounding does to such weights, not what the models would compute."""
+    rounding does to such weights, not what the models would compute. A query whose scores are all negative gives zero
+    exactly, against which any error is infinite."""
     pairs = [
         [_softpick(_scores(one, quantized=q), _value(one), rounded=q) for one in _heads(call)] for q in (True, False)
     ]
