@@ -40,6 +40,7 @@ class Pages:
         to fill the tail from a page, which gives that page's tokens a second rounding.
     window: a query sees this many tokens, its own included; None: all. keep_past: hold what has left the window, so
         that `crop` can go back (until the next `crop`).
+    rotated: keys are held rotated (reference/rotation.py), and queries are rotated to meet them.
     max_length: how many tokens it can hold, allocated at once unless there is a window; None: no limit.
     """
 
@@ -53,8 +54,10 @@ class Pages:
         *,
         window: int | None = None,
         max_length: int | None = None,
+        rotated: bool = False,
     ):
-        """An empty store. Raises ValueError for a head_dim above 128 or a dtype that it cannot hold."""
+        """An empty store. Raises ValueError for a head_dim above 128, a dtype that it cannot hold, or rotated keys on
+        CUDA, whose kernels do not rotate."""
         self.device = torch.device(device)
         if head_dim > 128:
             raise ValueError(f"pages hold heads of up to 128 channels; got head_dim {head_dim}")
@@ -63,7 +66,9 @@ class Pages:
                 f"pages hold float16 and bfloat16 tokens, float32 on a CPU; got {dtype} on {self.device}: "
                 "run the model in bfloat16"
             )
-        self.batch, self.num_kv_heads, self.head_dim = batch, num_kv_heads, head_dim
+        if rotated and self.device.type == "cuda":
+            raise ValueError(f"no kernel holds rotated keys in pages; got rotated=True on {self.device}")
+        self.batch, self.num_kv_heads, self.head_dim, self.rotated = batch, num_kv_heads, head_dim, rotated
         self.dim = padded_dim(head_dim)
         self.dtype = dtype
         self.window, self.max_length = window, max_length
@@ -162,7 +167,7 @@ class Pages:
             raise ValueError(f"tokens before {self.first_token} have left the window; asked for {first}")
         first_page = first // PAGE_TOKENS
         records = self.records(first_page, (self.length + PAGE_TOKENS - 1) // PAGE_TOKENS)
-        pair = reference.dequantize(records, self.k_mean, self.v_mean, self.dtype)
+        pair = reference.dequantize(records, self.k_mean, self.v_mean, self.dtype, self.rotated)
         there = slice(first - first_page * PAGE_TOKENS, self.length - first_page * PAGE_TOKENS)
         key, value = (x[:, :, there, : self.head_dim] for x in pair)
         return key, value

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from sage_patch.errors import SagePatchError
 
 Smooth = Literal["none", "k", "q", "qk"]
+Rotate = Literal["none", "hadamard"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
 QK_BITS = (4, 8)  # widths of Q and K that are computed
@@ -34,6 +35,8 @@ class Recipe:
         query rows and comes back as an exact correction term.
     smooth_v: V's per-channel mean is removed before E4M3, where it is large enough to matter, and added back to the
         output.
+    rotate: "hadamard": Q and K are multiplied by a Hadamard matrix after smoothing and before quantization, which
+        spreads outlier channels over all of them and changes no score (reference/rotation.py).
     granularity: how many tokens share one INT scale; "thread" is the paper's per-thread grouping (section 3.2).
     tiling: whose thread layout "warp" and "thread" mean: mma.sync (128x64 tiles, 32 rows a warp) or
         wgmma (128 keys a tile, 16 rows a warp).
@@ -53,6 +56,7 @@ class Recipe:
     pv: Literal["fp8", "fp16", "none"] = "none"
     smooth: Smooth = "none"
     smooth_v: bool = False
+    rotate: Rotate = "none"
     granularity: Granularity = "thread"
     tiling: Tiling = "wgmma"
     self_test_bound: float | None = field(default=None, compare=False)
@@ -113,6 +117,7 @@ DEFAULT_RECIPE = "qk_int8_pv_fp8"
 _VARIANT_FIELDS: dict[str, tuple[str, ...]] = {
     "smooth": ("none", "k", "q", "qk"),
     "smooth_v": ("on", "off"),
+    "rotate": ("none", "hadamard"),
     "granularity": ("tensor", "block", "warp", "thread", "token"),
     "tiling": ("mma", "wgmma"),
 }

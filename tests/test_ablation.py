@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from sage_patch.cli import app
 from sage_patch.config import load_run_config
 from sage_patch.evaluation.ablation import RUNGS, TABLES, AblationError, ablate, score_calls, tables
-from sage_patch.evaluation.calls import Capture
+from sage_patch.evaluation.calls import Capture, compute
+from sage_patch.evaluation.methods import METHODS, move_scales, round_weights, shift_channels
+from sage_patch.evaluation.metrics import errors
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.kernels import ops
 from tiny import captured
@@ -22,12 +24,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, dict[str, dict[str, float]]]:
+def calls() -> list[ops.ObservedCall]:
     model, tokenizer = load_text_model(load_run_config(ROOT / "configs/tiny.yaml").model)
     text = (ROOT / "tests/assets/heldout.txt").read_text()[:6000]
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :640]
     calls = captured(model, lambda: model(ids, use_cache=False))
     assert len(calls) == 8 and calls[0].site == "model.layers.0.self_attn"
+    return calls
+
+
+@pytest.fixture
+def a_real_call(calls: list[ops.ObservedCall]) -> ops.ObservedCall:
+    return calls[3]
+
+
+@pytest.fixture(scope="module")
+def measured(calls: list[ops.ObservedCall]) -> dict[str, dict[str, dict[str, float]]]:
     return {title: {r["recipe"]: r for r in rows} for title, rows in tables(score_calls(calls[::2])).items()}
 
 
@@ -119,3 +131,33 @@ def test_a_misspelt_site_is_found_before_the_long_work(tmp_path):
     done = CliRunner().invoke(app, [*command, "--set", "task.windows=2", "--set", "task.window_tokens=160"])
     assert done.exit_code == 2 and "no captured call of site 'nowhere'" in done.output
     assert not (tmp_path / "ablation.json").exists()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rotation_is_the_best_answer_to_outlier_channels(measured, bits):
+    rows = measured[f"outlier channels, INT{bits}"]
+    best = min(rows, key=lambda name: rows[name]["rel_l1"])
+    assert best == f"qk_int{bits}_pv_fp8:rotate=hadamard"
+    assert all(r["rel_l1"] < 1.1 * rows[f"qk_int{bits}_pv_fp8"]["rel_l1"] for r in rows.values())
+
+
+def test_methods_are_exact_but_for_what_they_round(a_real_call):
+    """P and V in E4M3 without ranges of their own are the recipe itself, and no method changes the attention."""
+    exact = compute(a_real_call, "exact")
+    recipe = errors(compute(a_real_call, "qk_int8_pv_fp8"), exact)
+    assert round_weights(a_real_call, "e4m3", by_tile=False) == pytest.approx(recipe, rel=1e-4)
+    for moved in (move_scales, shift_channels):
+        assert moved(a_real_call, "exact")["rel_l1"] < 1e-5
+    for name, method in METHODS.items():
+        assert 0 < method(a_real_call)["rel_l1"] < (0.25 if "int4" in name else 0.06), name
+
+
+def test_methods_under_masks_and_grouped_heads():
+    """What a row does not see cannot reach it: hidden keys may hold anything finite."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 140, 32, generator=generator) for h in (4, 2, 2))
+    mask = (torch.arange(140) < 130).expand(2, 1, 1, 140)
+    k[:, :, 130:], v[:, :, 130:] = 1e4, 1e4
+    call = ops.ObservedCall("h1/a", q, k, v, mask, 0.2, -1, 0, False)
+    for name, method in METHODS.items():
+        assert 0 < method(call)["rel_l1"] < (0.3 if "int4" in name else 0.07), name

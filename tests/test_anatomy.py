@@ -10,6 +10,7 @@ import torch
 from sage_patch.config import load_run_config
 from sage_patch.evaluation.anatomy import AnatomyError, anatomy
 from sage_patch.evaluation.models import load_text_model
+from sage_patch.evaluation.outliers import figures, outliers
 from sage_patch.kernels import ops
 from sage_patch.kernels.plain import visibility_of
 from sage_patch.reference.exact import exact_weights
@@ -89,3 +90,22 @@ def test_an_unknown_site_or_head_is_refused_with_what_there_is(calls):
         anatomy(calls, "model.layers.9.self_attn")
     with pytest.raises(AnatomyError, match="head 2 is not among 0 to 1"):
         anatomy(calls, head=2)
+
+
+def test_outliers_of_made_keys():
+    """Known by construction: one large channel that smoothing takes away, and one that only rotation spreads."""
+    call = a_call()
+    key = call.key.clone()
+    key[:, 1, :, 7] *= 20
+    rows = outliers([call._replace(key=key)] * 2)
+    assert [(r["site"], r["kv_head"]) for r in rows] == [("a.site", 0), ("a.site", 1)]
+    constant, varying = rows
+    assert constant["given"]["ratio"] > 5 and constant["smoothed"]["ratio"] < 2
+    assert varying["smoothed"]["ratio"] > 10 > 3 > varying["rotated"]["ratio"]
+    assert varying["smoothed"]["energy"] > 0.8 > 0.1 > varying["rotated"]["energy"]
+    assert varying["smoothed"]["kurtosis"] > 10 > 5 > varying["rotated"]["kurtosis"]
+
+
+def test_figures_of_zeros_and_of_like_channels():
+    assert figures(torch.zeros(5, 64)) == {"ratio": 1.0, "kurtosis": 0.0, "energy": 0.0}
+    assert figures(torch.ones(5, 64)) == {"ratio": 1.0, "kurtosis": 1.0, "energy": 1 / 32}

@@ -1,4 +1,5 @@
-"""The paper's operator ablations on real tensors: what smoothing, scale granularity and the type of P and V buy.
+"""Operator ablations on real tensors: what smoothing, scale granularity and the type of P and V buy, as the paper asks,
+and what other methods would.
 
 `sage-patch ablate` captures Q, K and V from a model that runs exact, computes each call under every variant and
 compares it with the exact result. SageAttention2 (arXiv 2411.10958), tables 2 to 4 and 14 to 16.
@@ -18,12 +19,13 @@ from sage_patch.evaluation.anatomy import anatomy
 from sage_patch.evaluation.calls import MIN_KV_LEN, Capture, capturing, compute
 from sage_patch.evaluation.environment import record
 from sage_patch.evaluation.judge import LADDER, Progress, judge_for
+from sage_patch.evaluation.methods import METHODS
 from sage_patch.evaluation.metrics import errors
 from sage_patch.evaluation.tables import plain, write_whole
 from sage_patch.kernels import ops
 from sage_patch.schema import RunConfig
 
-# table -> recipes, in the order the paper expects from worst to best
+# table -> recipes and METHODS; the first five in the order the paper expects from worst to best
 TABLES: dict[str, tuple[str, ...]] = {
     "smoothing, INT4": tuple(f"qk_int4_pv_fp8:smooth={s}" for s in ("none", "k", "q", "qk")),
     "smoothing, INT8": tuple(f"qk_int8_pv_fp8:smooth={s}" for s in ("none", "k", "q", "qk")),
@@ -34,6 +36,23 @@ TABLES: dict[str, tuple[str, ...]] = {
         f"qk_int8_pv_fp8:granularity={g}" for g in ("tensor", "block", "warp", "thread", "token")
     ),
     "P and V, INT8 Q and K": ("qk_int8_pv_fp8:smooth_v=off", "qk_int8_pv_fp8", "qk_int8_pv_fp16"),
+    **{
+        f"outlier channels, INT{bits}": tuple(
+            f"qk_int{bits}_pv_fp8{how}"
+            for how in ("", " after Outlier Suppression+", " after SmoothQuant", ":rotate=hadamard")
+        )
+        for bits in (4, 8)
+    },
+    "rotation of the other recipes": tuple(
+        f"{recipe}{how}" for recipe in ("qk_int4_pv_fp16", "qk_int8_pv_fp16") for how in ("", ":rotate=hadamard")
+    ),
+    "P and V of other methods, INT8 Q and K": (
+        "INT8 P and V (INT-FlashAttention)",
+        "INT8 P and V, ranges of P by tile",
+        "qk_int8_pv_fp8",
+        "E4M3 P and V, ranges of P by tile (BAPS)",
+    ),
+    "a softmax without sinks": ("qk_int8_pv_fp8", "qk_int8_pv_fp8 under Softpick"),
 }
 RUNGS = LADDER[:-1]  # scored site by site, cheapest first
 
@@ -45,7 +64,7 @@ class AblationError(SagePatchError, ValueError):
 
 
 def score_calls(calls: list[ops.ObservedCall], progress: Progress = lambda label, done, total: None) -> Scores:
-    """Every call under every recipe of TABLES and RUNGS."""
+    """Every call under every recipe and method of TABLES and RUNGS."""
     recipes = list(dict.fromkeys([*(r for row in TABLES.values() for r in row), *RUNGS]))
     scores: Scores = {recipe: [] for recipe in recipes}
     for number, call in enumerate(calls):
@@ -54,13 +73,14 @@ def score_calls(calls: list[ops.ObservedCall], progress: Progress = lambda label
             progress(
                 f"variants, call {number + 1} of {len(calls)}", number * len(recipes) + i, len(calls) * len(recipes)
             )
-            scores[recipe].append(errors(compute(call, recipe), exact))
+            method = METHODS.get(recipe)
+            scores[recipe].append(errors(compute(call, recipe), exact) if method is None else method(call))
     progress("variants", 1, 1)
     return scores
 
 
 def tables(scores: Scores) -> dict[str, list[dict[str, Any]]]:
-    """Every table of TABLES: one row a recipe with the average over calls and the worst call."""
+    """Every table of TABLES: one row a recipe or method with the average over calls and the worst call."""
     return {
         title: [{"recipe": recipe, **_summary(scores[recipe])} for recipe in recipes]
         for title, recipes in TABLES.items()
@@ -174,7 +194,11 @@ Q, K and V are captured from trained models at work, at every site with at least
 most: {tokens}. Each call is computed under every variant with the reference numerics and compared with the exact \
 result in float32: cosine and relative L1 over the whole output of a call, and the relative L1 of its worst row. The \
 paper (SageAttention2, arXiv 2411.10958, tables 2 to 4 and 14 to 16) finds: smoothing none < K < Q < Q+K, granularity \
-tensor < block < warp <= thread with per-token close by, and FP16 P and V above E4M3.
+tensor < block < warp <= thread with per-token close by, and FP16 P and V above E4M3. The tables after those are what \
+other methods would do to the same tensors (`sage_patch/evaluation/methods.py`): a Hadamard rotation (QuaRot), \
+channel scales moved from K to Q (SmoothQuant), the middle of a channel's range instead of its mean (Outlier \
+Suppression+), INT8 P and V (INT-FlashAttention), a range of P for each tile (BAPS), and a softmax that needs no sink \
+(Softpick; against its own exact result, since no model here was trained with it).
 
 """
     for title, model in models.items():

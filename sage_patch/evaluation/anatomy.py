@@ -13,6 +13,7 @@ from torch import Tensor
 from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calls import compute
 from sage_patch.evaluation.metrics import errors, relative_l1
+from sage_patch.evaluation.outliers import outliers
 from sage_patch.kernels import ops
 from sage_patch.kernels.plain import visibility_of
 from sage_patch.reference.quantize import hide, key_groups, quantize_int, query_groups, subtract_mean
@@ -42,7 +43,7 @@ def anatomy(calls: list[ops.ObservedCall], site: str | None = None, head: int | 
     text a row: the mean over a bin of query rows of what they give to a bin of keys. misplaced: the mean share of a
     row's attention that another bin of keys gets than in the exact map. key: the largest magnitude of each channel of
     K over the call's tokens, as it is and after smoothing, and the mean step of its INT4 grid. groups: who shares a
-    scale in a tile. Raises AnatomyError.
+    scale in a tile. outliers: of every site and head. Raises AnatomyError.
     """
     captured, chosen, why = _choose(calls, site, head)
     call = _one_head(captured, chosen)
@@ -75,6 +76,7 @@ def anatomy(calls: list[ops.ObservedCall], site: str | None = None, head: int | 
         "errors": found,
         "key": _key(call),
         "groups": groups(),
+        "outliers": outliers(calls),
     }
 
 

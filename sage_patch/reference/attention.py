@@ -31,6 +31,7 @@ from sage_patch.reference.quantize import (
     subtract_mean,
     subtract_significant_mean,
 )
+from sage_patch.reference.rotation import rotate, rotated_width
 from sage_patch.reference.visibility import Visibility
 
 # Added to every exponent so that the largest P of a row becomes E4M3's largest number.
@@ -42,7 +43,7 @@ _ROWS_PER_STEP = 2048
 class _Keys:
     """K and V of one call after smoothing and quantization, float32 holding integers and E4M3 numbers."""
 
-    k: Tensor  # [B, Hkv, kv_len, D]
+    k: Tensor  # [B, Hkv, kv_len, D or, rotated, its width]
     k_scale: Tensor  # [B, Hkv, kv_len]
     k_smooth: Tensor | None  # unquantized smoothed K, kept only for Q smoothing's correction
     k_mean: Tensor | None  # [B, Hkv, 1, D]
@@ -90,6 +91,9 @@ def quantized_attention(
         row_shift = row_shift[..., 0] * scale  # [B, Hkv, G, q_len]
     if recipe.smooth_q:
         q_all, q_mean = subtract_block_mean(q_all, BLOCK_Q[recipe.tiling])
+    step = scale * LOG2E  # of a product of quantized Q and K
+    if recipe.rotate == "hadamard":
+        q_all, step = rotate(q_all), step * rotated_width(q_all.shape[-1])
     q_int = quantize_int(
         q_all,
         recipe.qk_bits,
@@ -102,7 +106,7 @@ def quantized_attention(
         part = slice(row0, row1)
         rows = _Rows(
             q=q_int.values[:, :, part].float().reshape(*grouped, row1 - row0, -1),
-            sigma=(q_int.scale[:, :, part] * (scale * LOG2E)).reshape(*grouped, row1 - row0, 1),
+            sigma=(q_int.scale[:, :, part] * step).reshape(*grouped, row1 - row0, 1),
             mean=None if q_mean is None else (q_mean[:, :, part] * (scale * LOG2E)).reshape(*grouped, row1 - row0, -1),
             shift=None if row_shift is None else row_shift[..., part],
             first=row0,
@@ -134,7 +138,8 @@ def _prepare_keys(key: Tensor, value: Tensor, visibility: Visibility, recipe: Re
     else:
         k_float = hide(key.float(), visible)
     groups = key_groups(key.shape[-2], recipe.granularity, recipe.tiling, key.device)
-    k_int = quantize_int(k_float, recipe.qk_bits, groups, share_heads=recipe.granularity == "tensor")
+    k_turned = rotate(k_float) if recipe.rotate == "hadamard" else k_float
+    k_int = quantize_int(k_turned, recipe.qk_bits, groups, share_heads=recipe.granularity == "tensor")
 
     v_mean = v_scale = None
     if recipe.pv == "fp8":

@@ -21,8 +21,9 @@ from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_code, e4m3_value, to_half
 from sage_patch.reference.emulator.forward import FP8_OFFSET, NO_KEYS, finish
 from sage_patch.reference.emulator.logits import LN2
-from sage_patch.reference.emulator.prepare import TINY, int8_scale, int8_values, quantize_queries
+from sage_patch.reference.emulator.prepare import TINY, Queries, int8_scale, int8_values, quantize_queries
 from sage_patch.reference.quantize import E4M3_MAX, LOG2E
+from sage_patch.reference.rotation import rotate, rotate_back
 
 PAGE_TOKENS = ti.TILE_TOKENS
 TAIL_TOKENS = 2 * PAGE_TOKENS
@@ -79,6 +80,7 @@ class Store(Protocol):
 
     head_dim: int
     dim: int
+    rotated: bool
     length: int
     first_slab: int
     slab_pages: int
@@ -109,7 +111,7 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     new = slice(max(0, start - length), None)
     k = torch.cat([pages.tail[0][:, :, older], key[:, :, new]], dim=2)
     v = torch.cat([pages.tail[1][:, :, older], value[:, :, new]], dim=2)
-    records = quantize(k, v, pages.k_mean, pages.v_mean)
+    records = quantize(k, v, pages.k_mean, pages.v_mean, pages.rotated)
     for i in range(records.shape[2]):
         slab, page = divmod(first_page + i, pages.slab_pages)
         pages.slabs[slab - pages.first_slab][:, :, page] = records[:, :, i]
@@ -119,11 +121,12 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     pages.tail[1][:, :, slots] = value[:, :, value.shape[2] - kept :]
 
 
-def quantize(key: Tensor, value: Tensor, k_mean: Tensor, v_mean: Tensor) -> Tensor:
+def quantize(key: Tensor, value: Tensor, k_mean: Tensor, v_mean: Tensor, rotated: bool = False) -> Tensor:
     """Records uint8 [B, H, pages, size] of key and value [B, H, n, D], whose first token is a page's first.
 
-    k_mean, v_mean: float32 [B, H, dim]. A token with a number that is not finite is held as zeros, counts for no scale,
-    and is noted as lost: a row that sees it becomes NaN, and no other.
+    k_mean, v_mean: float32 [B, H, dim]. rotated: keys less their mean are rotated over `dim` channels. A token with a
+    number that is not finite is held as zeros, counts for no scale, and is noted as lost: a row that sees it becomes
+    NaN, and no other.
     """
     record = record_of(k_mean.shape[-1])
     batch, heads, tokens, _ = key.shape
@@ -132,6 +135,7 @@ def quantize(key: Tensor, value: Tensor, k_mean: Tensor, v_mean: Tensor) -> Tens
     lost = ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)
     k, v = torch.where(lost, 0.0, k), torch.where(lost, 0.0, v)
 
+    k = rotate(k) if rotated else k
     group = ti.k_group(torch.arange(PAGE_TOKENS, device=key.device))
     amax = torch.stack([k[..., group == g, :].abs().amax((-1, -2)) for g in range(ti.SCALE_GROUPS)], dim=-1)
     k_scale, inverse = int8_scale(amax)
@@ -190,10 +194,13 @@ def unpack(records: Tensor, dim: int) -> Unpacked:
     )
 
 
-def dequantize(records: Tensor, k_mean: Tensor, v_mean: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dequantize(
+    records: Tensor, k_mean: Tensor, v_mean: Tensor, dtype: torch.dtype, rotated: bool = False
+) -> tuple[Tensor, Tensor]:
     """(key, value) [B, H, pages * 128, dim] in `dtype` of records uint8 [B, H, pages, size]."""
     of = unpack(records, k_mean.shape[-1])
-    key = of.k.float() * of.k_scale[..., None] + k_mean[:, :, None, None]
+    key = of.k.float() * of.k_scale[..., None]
+    key = (rotate_back(key, key.shape[-1]) if rotated else key) + k_mean[:, :, None, None]
     value = e4m3_value(of.v) * of.v_scale[..., None, :] + v_mean[:, :, None, None]
     key, value = (torch.where(of.lost[..., None], math.nan, x) for x in (key, value))
     return to_half(key.flatten(2, 3), dtype), to_half(value.flatten(2, 3), dtype)
@@ -218,7 +225,8 @@ def attend(pages: Store, query: Tensor, args: PageArgs) -> tuple[Tensor, Tensor 
         mask = None if args.attn_mask is None else args.attn_mask[:, :, rows]
         columns = torch.arange(first_page * PAGE_TOKENS, end_page * PAGE_TOKENS)
         seen = visible(position, columns, pages.length, args._replace(attn_mask=mask))
-        out, lse = _attend_rows(query[:, :, rows], of, pages.k_mean, pages.v_mean, seen, args)
+        queries = quantize_queries(query[:, :, rows], pages.k_mean, args.scale, rotated=pages.rotated)
+        out, lse = _attend_rows(queries, of, pages.v_mean, seen, args)
         outs.append(to_half(out[..., :d], query.dtype))
         lses.append(lse)
     if not outs:
@@ -252,9 +260,8 @@ def visible(position: Tensor, column: Tensor, length: int, args: PageArgs) -> Te
 
 
 def _attend_rows(
-    query: Tensor,
+    queries: Queries,
     of: Unpacked,
-    k_mean: Tensor,
     v_mean: Tensor,
     seen: Tensor,
     args: PageArgs,
@@ -264,10 +271,9 @@ def _attend_rows(
     The query heads of a kv head are rows of one product. All pages are formed at once: a page's P refers to m as it
     stands after that page, and its sums are scaled to the last m, as the kernel's running sums are step by step.
     """
-    batch, heads, rows, _ = query.shape
+    batch, heads, rows, _ = queries.q.shape
     kv_heads, n = of.k.shape[1:3]
     groups = heads // kv_heads
-    queries = quantize_queries(query, k_mean, args.scale)
 
     def per_kv_head(x: Tensor) -> Tensor:  # [B, Hq, rows, ..] -> [B, Hkv, groups * rows, ..]
         return x.unflatten(1, (kv_heads, groups)).flatten(2, 3)

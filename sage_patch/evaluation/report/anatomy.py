@@ -44,7 +44,29 @@ def anatomy(files: list[Node]) -> list[Section]:
             blocks = [maps, table, [channels, steps]]
             name = f"head-{len(sections) + 1}"
             sections.append(section(name, f"One head: {title}", words, blocks, [file]))
-    return [*sections, *_group_map(files)]
+    return [*sections, *_group_map(files), *_outliers(files)]
+
+
+def _outliers(files: list[Node]) -> list[Section]:
+    """How uneven K's channels are, by layer and head."""
+    stages, figures = ("given", "smoothed", "rotated"), {"ratio": ".2f", "kurtosis": ".2f", "energy": ".1%"}
+    blocks: list[Block] = []
+    for file in files:
+        for title, model in models_of(file):
+            if model.get("outliers"):
+                lines: list[tuple[Cell, ...]] = [
+                    (f"`{r['site'].value}`, {r['kv_head'].value}",
+                     *(r[stage][key].number(form) for key, form in figures.items() for stage in stages))
+                    for r in model["outliers"]
+                ]  # fmt: skip
+                heads = [f"{key}, {stage}" for key in figures for stage in stages]
+                blocks.append(Grid(title, ("<site, head of K", *heads), tuple(lines)))
+    words = (
+        "What sets the step of K's integers: the largest magnitude of any channel over the median channel's (ratio), "
+        "kurtosis of its numbers (3: normal), and the share of energy in the largest thirty-second of the channels; of "
+        "K as it is, less its mean, and then rotated by a Hadamard matrix."
+    )
+    return [section("outliers", "Outlier channels by layer and head", words, blocks, files)] if blocks else []
 
 
 def _group_map(files: list[Node]) -> list[Section]:

@@ -82,6 +82,7 @@ def emulate(
     smooth_k: bool = True,
     smooth_v: bool = True,
     smooth_q: bool | None = None,
+    rotated: bool = False,
     attn_mask: Tensor | None = None,
     key_padding: Tensor | None = None,
     kv_starts: Sequence[int] | None = None,
@@ -91,7 +92,7 @@ def emulate(
     sinks: Tensor | None = None,
 ) -> Stages:
     """query [batch, heads, q_len, head_dim], key and value [batch, kv_heads, kv_len, head_dim], float16 or bfloat16,
-    head_dim <= 256 (INT4, smooth_q: 128); recipe: a name, with smooth_q to change it; the other arguments
+    head_dim <= 256 (INT4, smooth_q: 128); recipe: a name, with smooth_q and rotated to change it; the other arguments
     as in Args. Sequences laid end to end: `sequences`."""
     query, key, value = query.cpu(), key.cpu(), value.cpu()
     batch, heads, q_len, d = query.shape
@@ -103,10 +104,12 @@ def emulate(
         q_len, kv_len, keys, is_causal=is_causal, top_left=top_left, kv_starts=kv_starts,
         left=left, right=right, attn_mask=attn_mask,
     )  # fmt: skip
-    images = prepare(key, value, keys.tolist(), dim, fp16, smooth_v, seen.seen, smooth_k=smooth_k, int4=int4)
+    images = prepare(
+        key, value, keys.tolist(), dim, fp16, smooth_v, seen.seen, smooth_k=smooth_k, int4=int4, rotated=rotated
+    )
     k_mean = images.k_mean.view(batch, kv_heads, dim)
     q_mean = query_means(query, dim) if smooth_q else None
-    queries = quantize_queries(query, k_mean, scale, q_mean=q_mean, int4=int4)
+    queries = quantize_queries(query, k_mean, scale, q_mean=q_mean, int4=int4, rotated=rotated)
     correction = None if q_mean is None else of_rows(corrections(q_mean, key, keys, k_mean, scale), q_len)
     tiles = seen.walked.shape[-1]
 

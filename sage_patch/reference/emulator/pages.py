@@ -91,7 +91,7 @@ def emulate(pages: reference.Store, query: Tensor, args: PageArgs, sms: int = SM
     position = torch.arange(length - q_len, length)
     seen = reference.visible(position, columns, length, args)
     seen = seen.expand(batch, heads, q_len, len(columns))
-    queries = quantize_queries(query, pages.k_mean, scale)
+    queries = quantize_queries(query, pages.k_mean, scale, rotated=pages.rotated)
     cut = plan(batch, kv_heads, rows, q_len, length, left, sms)
 
     def packed(x: Tensor) -> Tensor:  # [B, Hq, q_len, ..] -> [B, Hkv, rows, ..], token by token

@@ -19,6 +19,7 @@ from torch import Tensor
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_code, fma, to_half
 from sage_patch.reference.quantize import E4M3_MAX, LOG2E
+from sage_patch.reference.rotation import rotate
 
 # A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.
 TINY = 1e-30
@@ -91,12 +92,14 @@ def prepare(
     *,
     smooth_k: bool = True,
     int4: bool = False,
+    rotated: bool = False,
 ) -> Prepared:
     """The pre-processing launch. key, value [batch, kv_heads, tokens, head_dim], float16 or bfloat16; keys: how many
     each item has, from its first token on. Blocks behind them stay zero (the kernel does not write them).
 
     seen: bool [batch, tokens], keys that some row sees under a mask. The others may hold anything: they count neither
     for a mean nor for a scale, and their K is zero; their V is what a value of zero becomes. int4: 7 levels of K.
+    rotated: K less its mean is rotated over `dim` channels.
     """
     key, value = key.cpu(), value.cpu()
     batch, heads, length, d = key.shape
@@ -113,7 +116,7 @@ def prepare(
     for b in range(batch):
         for h in range(heads):
             some = None if seen is None else seen[b, : keys[b]]
-            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float(), some, smooth_k, int4)
+            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float(), some, smooth_k, int4, rotated)
             _prepare_v(out, b * heads + h, value[b, h, : keys[b]].float(), fp16, smooth_v, some)
     return out
 
@@ -126,14 +129,16 @@ def _blocked(x: Tensor, dim: int) -> Tensor:
     return x.view(blocks, ti.TILE_TOKENS, dim)
 
 
-def _prepare_k(out: Prepared, head: int, k: Tensor, seen: Tensor | None, smooth: bool, int4: bool) -> None:
+def _prepare_k(
+    out: Prepared, head: int, k: Tensor, seen: Tensor | None, smooth: bool, int4: bool, rotated: bool
+) -> None:
     tokens, channels = k.shape
     mean = ti.sampled_mean(k, seen) if smooth else torch.zeros(channels)
     out.k_mean[head, :channels] = mean
     centred = k - mean
     if seen is not None:
         centred = torch.where(seen[:, None], centred, 0.0)
-    centred = _blocked(centred, out.k.shape[-1])
+    centred = _blocked(rotate(centred) if rotated else centred, out.k.shape[-1])
     group = ti.k_group(torch.arange(ti.TILE_TOKENS))
     for g in range(ti.SCALE_GROUPS):
         mine = centred[:, group == g]
@@ -191,19 +196,27 @@ def int8_values(x: Tensor, inverse: Tensor) -> Tensor:
 
 
 def quantize_queries(
-    query: Tensor, k_mean: Tensor, scale: float, *, q_mean: Tensor | None = None, int4: bool = False
+    query: Tensor,
+    k_mean: Tensor,
+    scale: float,
+    *,
+    q_mean: Tensor | None = None,
+    int4: bool = False,
+    rotated: bool = False,
 ) -> Queries:
     """Q on its way into the attention kernel: INT8, or 7 levels, with one scale a row.
 
     query [batch, heads, q_len, head_dim]; k_mean [batch, kv_heads, dim]; scale: of the softmax; q_mean: of
-    `query_means`, or None if Q keeps its mean. The rows' dots are those of Q as it came.
+    `query_means`, or None if Q keeps its mean; rotated: what is left is rotated, and the row's scale has the width that
+    the product lacks. The rows' dots are those of Q as it came.
     """
     d, dim = query.shape[-1], k_mean.shape[-1]
     x = torch.nn.functional.pad(query.float(), (0, dim - d))
     centred = x if q_mean is None else x - of_rows(q_mean, x.shape[2])
+    centred = rotate(centred) if rotated else centred
     row_scale, inverse = int8_scale(_largest(centred, (-1,)), int4)
     single = torch.tensor(scale, dtype=torch.float32)
-    log2_scale = (single.double() * LOG2E).float()
+    log2_scale = (single.double() * LOG2E).float() * (dim if rotated else 1)
     mean = k_mean.repeat_interleave(query.shape[1] // k_mean.shape[1], dim=1)[:, :, None, :]
     return Queries(int8_values(centred, inverse[..., None]), row_scale * log2_scale, _dot(x, mean) * single)
 
