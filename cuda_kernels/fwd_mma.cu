@@ -1,11 +1,9 @@
-// The mma.sync family: the order of its tiles and which kernels a call needs. The dense ones are compiled here.
+// The mma.sync family: which kernels a call needs. The dense ones are compiled here.
 // Architectures: 80 86 89 100 120
 #include "fwd_mma_launch.cuh"
 #include "launch_order.h"
 
 namespace sage2 {
-
-constexpr int kL2Group = 20 << 20;  // causal: heads whose K and V images fit here run interleaved
 
 template cudaError_t load_family_mma<kDense>(int);
 template cudaError_t launch_family_mma<kDense>(const Params &, bool, cudaStream_t);
@@ -21,7 +19,7 @@ cudaError_t load_forward_mma(int capability) {
 }
 
 cudaError_t launch_forward_mma(Params &p, bool split, cudaStream_t stream) {
-  order_tiles(p, kL2Group);
+  order_tiles(p);
   const auto launch = p.family == kDense    ? launch_family_mma<kDense>
                       : p.family == kMasked ? launch_family_mma<kMasked>
                                             : launch_family_mma<kAdjusted>;

@@ -4,11 +4,13 @@
 
 namespace sage2 {
 
-// Causal: query tiles of heads whose K and V images fit `l2_bytes` run interleaved. Else one head after the other.
-inline void order_tiles(Params &p, size_t l2_bytes) {
+constexpr size_t kL2Group = 20 << 20;  // causal: heads whose K and V images fit here run interleaved
+
+// Which heads' query tiles run side by side; without causality one head comes after the other.
+inline void order_tiles(Params &p) {
   const int dim = padded_dim(p.head_dim), v_dim = padded_v_dim(p.head_dim, p.v_head_dim);
   const size_t head_bytes = (k_image_bytes(dim) + v_image_bytes(v_dim, p.fp16_pv)) * p.blocks;
-  const size_t fit = l2_bytes / (head_bytes ? head_bytes : 1), kv_heads = (size_t)(p.cu_q ? 1 : p.batch) * p.kv_heads;
+  const size_t fit = kL2Group / (head_bytes ? head_bytes : 1), kv_heads = (size_t)(p.cu_q ? 1 : p.batch) * p.kv_heads;
   if (p.cu_q) p.q_tiles = p.total / p.heads;
   p.group = !p.causal ? 1 : (int)(fit < 1 ? 1 : fit > kv_heads ? kv_heads : fit) * p.heads_per_kv;
 }
