@@ -204,7 +204,7 @@ SAGE2_DEV void consume_tile(const Params &p, const Consumer<L> &me, const Rows &
   me.my_turn();
   const uint32_t desc_k = me.desc_k + stage * (L::k / 16);
   if (L::dim > 128 && p.head_dim <= 192) scores<L::dim, 6, kStarted>(S, rows.desc_q, desc_k, meanwhile);
-  else scores<L::dim, (L::dv == kNarrow ? kNarrow : L::dim) / 32, kStarted>(S, rows.desc_q, desc_k, meanwhile);
+  else scores<L::dim, L::qk / 32, kStarted>(S, rows.desc_q, desc_k, meanwhile);
   me.pass_turn();
   barrier_arrive_warp(bar.k_empty(stage));
   // Fetched here each time: registers are short, and a load that everything below needs also keeps the compiler from

@@ -71,7 +71,7 @@ template<class L> SAGE2_DEV void feed_q(const Params &p, const Cta<L> &cta, int 
     const int t = uniform(load_shared_int(cta.slot(buffer)));
     for (int g = w; g < L::consumers; g += 3) {
       if (t >= 0)
-        prefetch_q<L::dim, L::raw_rows, L::smooths>(p, decode<L::rows, L::is_dense>(p, t), 64 * g, cta.raw(w),
+        prefetch_q<L::dim, L::raw_rows, L::family>(p, decode<L::rows, L::is_dense>(p, t), 64 * g, cta.raw(w),
                                                     cta.bar.raw_full(w), parity, cta.q_buffer(buffer));
       barrier_arrive_warp(cta.bar.q_full(buffer, g), 4);
     }
