@@ -6,6 +6,7 @@
 #include "params.h"
 #include "mma_image.h"
 #include "ptx.cuh"
+#include "rotation.cuh"
 #include "visibility.cuh"
 
 namespace sage2 {
@@ -249,6 +250,63 @@ SAGE2_DEV void smoothing_vectors(const Params &p, const Head &h, Shared<DIM> &sh
   __syncthreads();
 }
 
+// Rotated K images of this CTA's blocks. Four lanes hold a key, so that little of the rotation is shuffles; each number
+// is formed once.
+template<int DIM, Mode MODE, bool PACKED>
+SAGE2_DEV void quantize_rotated_keys(const Params &p, Shared<DIM> &sh, int keys, int rank, int size) {
+  constexpr int kLanes = kThreads / kTileTokens, kPieces = DIM / 8 / kLanes;  // pieces of eight channels of a lane
+  #pragma unroll 1
+  for (int block = rank, turn = 0; block * kTileTokens < keys; block += size, turn ^= 1) {
+    const Head h = head_of<MODE>(p, block_index() / size);  // looked up again, not kept: registers are short
+    int tid = thread_index();
+    auto row = [&] { return tid / kLanes; };
+    auto channel = [&](int j) { return (j * kLanes + tid % kLanes) * 8; };
+    const int key = block * kTileTokens + row();
+    const bool there = exists<MODE>(h, key);
+    const uint16_t *from = h.k + (there ? token_of<MODE>(h, key) : 0) * p.k.token;
+    uint4 k[kPieces];
+    #pragma unroll
+    for (int j = 0; j < kPieces; j++)
+      k[j] = there ? load_channels(from, channel(j), p.head_dim, aligned<MODE>(p.k)) : make_uint4(0, 0, 0, 0);
+    uint32_t *const amax = sh.k_amax[turn];  // in turns: a slow warp may still read the last one
+    if (threadIdx.x < kScaleGroups) amax[threadIdx.x] = 0;
+    __syncthreads();
+    float f[8 * kPieces], largest = 0.f;
+    #pragma unroll
+    for (int j = 0; j < kPieces; j++) {
+      float x[8], mean[8];
+      widen(k[j], is_bf16<MODE>(p), x);
+      load8(sh.k_mean + channel(j), mean);
+      #pragma unroll
+      for (int e = 0; e < 8; e++) f[8 * j + e] = there ? __fsub_rn(x[e], mean[e]) : 0.f;
+    }
+    rotate<kLanes>(f);
+    #pragma unroll
+    for (int e = 0; e < 8 * kPieces; e++) largest = max_keep_nan(largest, fabsf(f[e]));
+    #pragma unroll
+    for (int s = 1; s < 2 * kLanes; s *= 2)  // two neighbouring keys share a group
+      largest = max_keep_nan(largest, __shfl_xor_sync(~0u, largest, s));
+    tid = thread_index();
+    if (tid % (2 * kLanes) == 0) atomicMax(&amax[k_group(row())], magnitude(largest));  // NaN > Inf > the rest
+    __syncthreads();
+    const Int8Scale s8 = int8_scale_in_line(amax[k_group(row())], MODE == kAny && p.int4);
+    const int64_t image = h.image + block;
+    if (row() < 2 * kScaleGroups && row() % 2 == 0) p.images.k_scale[image * kScaleGroups + k_group(row())] = s8.scale;
+    tid = thread_index();
+    uint8_t *const out = p.images.k + image * (int64_t)(k_image_bytes(DIM) / (PACKED ? 2 : 1));
+    #pragma unroll
+    for (int j = 0; j < kPieces; j++) {
+      float x[8];
+      #pragma unroll
+      for (int e = 0; e < 8; e++) x[e] = f[8 * j + e];
+      if constexpr (PACKED) *(uint32_t *)(out + k4_offset(row(), channel(j), DIM)) = pack_s4(x, s8.inverse);
+      else
+        *(uint2 *)(out + k_offset(row(), channel(j), DIM)) = {pack_s8(x[0], x[1], x[2], x[3], s8.inverse),
+                                                           pack_s8(x[4], x[5], x[6], x[7], s8.inverse)};
+    }
+  }
+}
+
 // 2. K images, and V's channel maxima over this CTA's blocks into sh.v_amax; the first cache_blocks of V into the
 // cache. PACKED: INT4, two a byte.
 template<int DIM, Mode MODE, bool PACKED = false>
@@ -294,6 +352,7 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, ui
       }
     }
     if (MODE != kAny && i + 1 < mine) prefetch<DIM, MODE>(p, h, block + size);
+    if (p.rotate) continue;  // K comes afterwards
     uint4 k[kPasses];
     load(k, p.k, h.k, p.head_dim);
     uint32_t *const amax = sh.k_amax[i & 1];  // in turns: a slow warp may still read the last one
@@ -350,6 +409,7 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, Shared<DIM> &sh, ui
     for (int s = kChunks; s < 32; s *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, s));
     if (tid % 32 < kChunks) atomicMax(&sh.v_amax[channel + e], __float_as_uint(top));
   }
+  if (p.rotate) quantize_rotated_keys<DIM, MODE, PACKED>(p, sh, h.keys, rank, size);
 }
 
 // A V channel's scale and what its values are multiplied by, from the bits of its largest magnitude, which becomes
