@@ -20,7 +20,7 @@ cudaError_t load_forward_mma(int capability) {
 
 cudaError_t launch_forward_mma(Params &p, bool split, cudaStream_t stream) {
   order_tiles(p);
-  const auto launch = p.family == kDense    ? launch_family_mma<kDense>
+  const auto launch = p.family <= kRotated  ? launch_family_mma<kDense>  // rotation costs it nothing to know
                       : p.family == kMasked ? launch_family_mma<kMasked>
                                             : launch_family_mma<kAdjusted>;
   return launch_halves(p, [&](bool) { return launch(p, split, stream); });

@@ -108,6 +108,7 @@ template<class C> SAGE2_DEV void load_rows(const Params &p, const Tile &t, uint3
     float f[8];
     if (mean && exists) centred(x, p.bf16, mean, f);
     else widen(x, p.bf16, f);
+    if (p.rotate) rotate<kLanes>(f);
     uint32_t top = 0;
     #pragma unroll
     for (int e = 0; e < 8; e++) top = max(top, magnitude(f[e]));
