@@ -61,7 +61,7 @@ def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> s
     """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"
-    if recipe.rotate != "none" or recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
+    if recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
         return "variant"
     if call.dtype == "float32":
         return "dtype_float32"

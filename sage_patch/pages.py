@@ -56,8 +56,7 @@ class Pages:
         max_length: int | None = None,
         rotated: bool = False,
     ):
-        """An empty store. Raises ValueError for a head_dim above 128, a dtype that it cannot hold, or rotated keys on
-        CUDA, whose kernels do not rotate."""
+        """An empty store. Raises ValueError for a head_dim above 128 or a dtype that it cannot hold."""
         self.device = torch.device(device)
         if head_dim > 128:
             raise ValueError(f"pages hold heads of up to 128 channels; got head_dim {head_dim}")
@@ -66,8 +65,6 @@ class Pages:
                 f"pages hold float16 and bfloat16 tokens, float32 on a CPU; got {dtype} on {self.device}: "
                 "run the model in bfloat16"
             )
-        if rotated and self.device.type == "cuda":
-            raise ValueError(f"no kernel holds rotated keys in pages; got rotated=True on {self.device}")
         self.batch, self.num_kv_heads, self.head_dim, self.rotated = batch, num_kv_heads, head_dim, rotated
         self.dim = padded_dim(head_dim)
         self.dtype = dtype

@@ -23,13 +23,13 @@ from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
 
 # What sage2.h says in numbers; tests/kernels/test_layout.py compares them.
-VERSION = 4
+VERSION = 5
 ERRORS = {"ARGUMENT": 1, "UNSUPPORTED": 2, "WORKSPACE": 3, "DEVICE": 4, "CUDA": 5}
-FLAGS = {"CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32}
+FLAGS = {"CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32, "ROTATE": 64}
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PV = {"fp8": 0, "fp16": 1}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
-_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q = FLAGS.values()
+_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q, _ROTATE = FLAGS.values()
 _BITS = {8: 0, 4: _INT4}
 
 # struct Sage2Args of sage2.h in three pieces: what every call has, what only calls with more than lengths have, and
@@ -198,6 +198,7 @@ def _pack(
         + (not recipe.smooth_k) * _NO_SMOOTH_K
         + _BITS[recipe.qk_bits]
         + recipe.smooth_q * _SMOOTH_Q
+        + (recipe.rotate == "hadamard") * _ROTATE
     )
     shape = (batch, heads, ks[1], q_len, ks[2], head_dim, vs[3])
     pv, items, extras = PV[recipe.pv], batch, None
@@ -349,7 +350,8 @@ def launch(
     """Quantized attention on CUDA tensors of one device; any view whose last dimension has stride 1 is read in place.
 
     args: as it says, of which recipe, reason and site are not looked at; recipe says whether K, V (minus a vector per
-    head) and Q (64 rows at a time minus their mean, whose logits are added in float32) are smoothed. INT4 and a
+    head) and Q (64 rows at a time minus their mean, whose logits are added in float32) are smoothed, and whether Q and K
+    are then rotated. INT4 and a
     smoothed Q need head_dim at most 128; the latter takes q_len / 64 x kv_len floats a head while the call runs.
     padding: bool [batch or 1, kv_len], False: there is no such key; not with masks, causal, windows or lengths.
     Returns the output, a new tensor of the inputs' dtype, and if asked the natural log-sum-exp of the true scaled

@@ -19,7 +19,7 @@ from sage_patch.kernels.structs import CStruct
 CALL = CStruct(
     size="I", device="i", capability="i", dtype="i", batch="i", heads="i", kv_heads="i", head_dim="i", tokens="i",
     length="i", slab_pages="i", first_slab="i", causal="i", left="i", scale="f", softcap="f",
-    mask_first="i", mask_columns="i",
+    mask_first="i", mask_columns="i", rotate="i",
     q="P", k="P", v="P", out="P", lse="P", slabs="P", tail="P", k_mean="P", v_mean="P", kv_starts="P", mask="P",
     sinks="P", q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", mask_strides="4q",
 )  # fmt: skip
@@ -31,6 +31,7 @@ class Store(Protocol):
     """What the kernels need of sage_patch.pages.Pages, which says what each is."""
 
     num_kv_heads: int
+    rotated: bool
     length: int
     first_slab: int
     slab_pages: int
@@ -67,7 +68,7 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     packed = CALL.pack(
         size=SIZE, device=index, capability=capability, dtype=_dtype_code(key), batch=batch, heads=heads,
         kv_heads=heads, head_dim=head_dim, tokens=tokens, length=pages.length, slab_pages=pages.slab_pages,
-        first_slab=pages.first_slab, causal=1, left=-1, scale=1.0, k=key.data_ptr(), v=value.data_ptr(),
+        first_slab=pages.first_slab, causal=1, left=-1, scale=1.0, rotate=pages.rotated, k=key.data_ptr(), v=value.data_ptr(),
         slabs=pages.slab_table.data_ptr(), tail=pages.tail.data_ptr(), k_mean=pages.k_mean.data_ptr(),
         v_mean=pages.v_mean.data_ptr(), k_strides=key.stride()[:3], v_strides=value.stride()[:3],
     )  # fmt: skip
@@ -100,6 +101,7 @@ def attend(pages: Store, query: Tensor, args: PageArgs) -> tuple[Tensor, Tensor 
         kv_heads=pages.num_kv_heads, head_dim=head_dim, tokens=tokens, length=pages.length,
         slab_pages=pages.slab_pages, first_slab=pages.first_slab, causal=args.is_causal, left=args.left,
         scale=args.scale, softcap=args.softcap, mask_first=pages.length - columns, mask_columns=columns,
+        rotate=pages.rotated,
         q=query.data_ptr(), out=out.data_ptr(), lse=0 if lse is None else lse.data_ptr(),
         slabs=pages.slab_table.data_ptr(), k_mean=pages.k_mean.data_ptr(), v_mean=pages.v_mean.data_ptr(),
         kv_starts=library.address_of("kv_starts", args.kv_starts, torch.int32, (batch,), index),

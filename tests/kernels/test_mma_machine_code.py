@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nvcc
 ARCHITECTURES = ("80", "86", "89", "90a", "100", "120")
 UNITS = ("fwd_mma", "fwd_mma_masked", "fwd_mma_logits")
 FP16, SPLIT, FP8, FP8_SPLIT = range(4)  # Product of mma_tile.cuh
-DENSE, MASKED, ADJUSTED = range(3)
+DENSE, MASKED, ADJUSTED = 0, 2, 3  # Family of params.h
 COPIES = 2  # each kernel has two loops, or two branches of one, over keys
 # Instructions of the dense loop, 64 keys of one warp: what they were, plus 2 %. FP8 on 90a is emulated, for tests.
 BUDGET = {  # (dim, product): by architecture

@@ -55,6 +55,7 @@ class Case:
     sinks: tuple[float, ...] | None = None  # one a head
     sequences: tuple[tuple[int, int], ...] | None = None  # (q_len, kv_len) of each, after some tokens of none
     int4: bool = False
+    rotated: bool = False
 
     @property
     def recipes(self) -> tuple[str, ...]:
@@ -111,6 +112,18 @@ CASES = (
     Case("int4_mask", 64, 67, 300, heads=1, mask=torch.float16, softcap=20.0, k_bias=4.0, keep=16, int4=True),
     Case("int4_sequences", 64, 80, 222, heads=1, is_causal=True, keep=7, sinks=(1.5,), int4=True,
          sequences=((5, 77), (0, 10), (67, 130), (3, 0))),
+    Case("rotated", 128, 200, 300, is_causal=True, k_bias=300.0, v_offset=8.0, keep=29, rotated=True),
+    Case("rotated_d64", 64, 300, 200, torch.float16, heads=1, keep=43, rotated=True),
+    Case("rotated_d40", 40, 33, 77, heads=1, kv_lens=(50, 0), keep=16, rotated=True),
+    Case("rotated_mask", 128, 67, 200, heads=1, mask=torch.bool, keep=33, rotated=True),
+    Case("rotated_softcap", 64, 67, 150, heads=1, softcap=5.0, k_bias=4.0, logits=4.0, keep=33, rotated=True),
+    Case("rotated_sinks", 64, 33, 200, heads=1, sinks=(1.5,), left=100, k_bias=4.0, keep=16, rotated=True),
+    Case("rotated_padding", 64, 33, 300, heads=1, padding=True, keep=16, rotated=True),
+    Case("rotated_sequences", 64, 80, 222, heads=1, is_causal=True, keep=16, rotated=True,
+         sequences=((5, 77), (0, 10), (67, 130), (3, 0))),
+    Case("rotated_int4", 128, 200, 200, torch.float16, heads=1, is_causal=True, k_bias=4.0, keep=66, int4=True,
+         rotated=True),
+    Case("rotated_int4_d40", 40, 33, 300, heads=1, padding=True, keep=16, int4=True, rotated=True),
 )  # fmt: skip
 CALLS = [(case, recipe) for case in CASES for recipe in case.recipes]
 
@@ -180,6 +193,7 @@ def arguments(case: Case) -> dict[str, Any]:
         "right": case.right,
         "softcap": case.softcap,
         "sinks": None if case.sinks is None else torch.tensor(case.sinks),
+        "rotated": case.rotated,
     }
 
 
@@ -219,6 +233,7 @@ def on_gpu(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
         "causal_top_left": case.top_left,
         "kv_lens": numbers(given["kv_lens"]),
         "return_lse": True,
+        "rotated": case.rotated,
         "extras": extras if case.has_extras else None,
     }
     return [x.cuda() for x in inputs(case)], options

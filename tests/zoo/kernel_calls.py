@@ -27,11 +27,13 @@ class Extras(NamedTuple):
     cu_seqlens_k: Tensor | None = None
 
 
-def recipe_of(name: str, smooth_k: bool = True, smooth_v: bool = True, smooth_q: bool | None = None) -> Recipe:
+def recipe_of(
+    name: str, smooth_k: bool = True, smooth_v: bool = True, smooth_q: bool | None = None, rotated: bool = False
+) -> Recipe:
     """smooth_q None: as the recipe has it."""
     recipe = RECIPES[name]
     smooth = "k" * smooth_k if not (recipe.smooth_q if smooth_q is None else smooth_q) else "qk" if smooth_k else "q"
-    return replace(recipe, smooth=smooth or "none", smooth_v=smooth_v)  # type: ignore[arg-type]
+    return replace(recipe, smooth=smooth or "none", smooth_v=smooth_v, rotate="hadamard" if rotated else "none")  # type: ignore[arg-type]
 
 
 def arguments(
