@@ -2,6 +2,7 @@
 """Dumps every stage of the Hopper kernel for small shapes, as golden arrays for machines without a GPU.
 
     python scripts/gpu_golden.py --out tests/kernels/golden_stages.npz
+    python scripts/gpu_golden.py --rotated --out tests/kernels/golden_rotation.npz
 
 Builds the library with -DSAGE2_DUMP (cuda_kernels/dump.cuh) beside the product library, runs the cases of
 tests/zoo/golden_stages.py on both, requires equal outputs bit for bit, compares every stage with the emulator
@@ -101,7 +102,7 @@ def run_case(lib: ctypes.CDLL, case: golden.Case, recipe: str) -> dict[str, torc
     return {n: x.cpu() for n, x in (*stages.items(), ("out", product.out), ("lse", product.lse))}
 
 
-def environment() -> dict[str, object]:
+def environment(cases: list[golden.Case]) -> dict[str, object]:
     smi = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
     )
@@ -110,20 +111,22 @@ def environment() -> dict[str, object]:
         "card": smi.stdout.strip().splitlines()[0] if smi.stdout.strip() else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "nvcc": None if nvcc is None else build.nvcc_version(nvcc),
-        "inputs": {case.name: golden.fingerprint(case) for case in golden.CASES},
+        "inputs": {case.name: golden.fingerprint(case) for case in cases},
     }
 
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", required=True)
+    ap.add_argument("--rotated", action="store_true", help="the cases with rotation, else those without")
     args = ap.parse_args()
-    saved: dict[str, np.ndarray] = {"meta": np.array(json.dumps(environment()))}
+    cases = [case for case in golden.CASES if case.rotated == args.rotated]
+    saved: dict[str, np.ndarray] = {"meta": np.array(json.dumps(environment(cases)))}
     with tempfile.TemporaryDirectory() as tmp:
         lib = build_dump(Path(tmp))
         library.prepare(None)
         print(f"both libraries ready after {time.monotonic() - START:.1f} s", flush=True)
-        for case in golden.CASES:
+        for case in cases:
             for recipe in case.recipes:
                 got = golden.to_store(case, recipe, run_case(lib, case, recipe))
                 scores = got[f"{case.name}.scores"]

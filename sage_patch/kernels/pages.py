@@ -68,7 +68,8 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     packed = CALL.pack(
         size=SIZE, device=index, capability=capability, dtype=_dtype_code(key), batch=batch, heads=heads,
         kv_heads=heads, head_dim=head_dim, tokens=tokens, length=pages.length, slab_pages=pages.slab_pages,
-        first_slab=pages.first_slab, causal=1, left=-1, scale=1.0, rotate=pages.rotated, k=key.data_ptr(), v=value.data_ptr(),
+        first_slab=pages.first_slab, causal=1, left=-1, scale=1.0, rotate=pages.rotated,
+        k=key.data_ptr(), v=value.data_ptr(),
         slabs=pages.slab_table.data_ptr(), tail=pages.tail.data_ptr(), k_mean=pages.k_mean.data_ptr(),
         v_mean=pages.v_mean.data_ptr(), k_strides=key.stride()[:3], v_strides=value.stride()[:3],
     )  # fmt: skip

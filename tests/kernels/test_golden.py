@@ -1,7 +1,8 @@
 """Results the kernels gave on a real H200, checked where there is no GPU.
 
 golden.npz (scripts/gpu_small.py --golden): images and scales bit for bit; outputs and log-sum-exp against the emulator,
-and against float64. golden_stages.npz (scripts/gpu_golden.py): every stage between inputs and outputs.
+and against float64. golden_stages.npz and golden_rotation.npz (scripts/gpu_golden.py): every stage between inputs and
+outputs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from sage_patch.reference.emulator import prepare as mirror
 from zoo import golden_stages as golden
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
-STAGES_FILE = Path(__file__).with_name("golden_stages.npz")
-STAGES = dict(np.load(STAGES_FILE)) if STAGES_FILE.exists() else {}
+STAGES_FILES = [Path(__file__).with_name(f"golden_{name}.npz") for name in ("stages", "rotation")]
+_HELD = [dict(np.load(path)) for path in STAGES_FILES if path.exists()]
+STAGES = {name: x for held in _HELD for name, x in held.items() if name != "meta"}
+INPUTS = {name: digest for held in _HELD for name, digest in json.loads(str(held["meta"]))["inputs"].items()}
 SHAPES = ((64, 70, torch.float16), (128, 70, torch.bfloat16), (40, 300, torch.bfloat16), (128, 1, torch.bfloat16))
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
 # Share of outputs that equal the emulator's in every bit, in rows whose P is certain; what is left is 1 / l.
@@ -87,13 +90,13 @@ def test_outputs_are_the_emulators(d: int, n: int, dtype: torch.dtype, recipe: s
 def needs(case: golden.Case) -> None:
     """Skips where the file is older than the case."""
     if f"{case.name}.scores" not in STAGES:
-        pytest.skip(f"{STAGES_FILE.name} has no {case.name}: scripts/gpu_golden.py writes it on a GPU")
+        pytest.skip(f"{STAGES_FILES[case.rotated].name} has no {case.name}: scripts/gpu_golden.py writes it on a GPU")
 
 
 @pytest.mark.parametrize("case", golden.CASES, ids=lambda c: c.name)
 def test_inputs_are_those_of_the_gpu(case: golden.Case) -> None:
     needs(case)
-    assert golden.fingerprint(case) == json.loads(str(STAGES["meta"]))["inputs"][case.name]
+    assert golden.fingerprint(case) == INPUTS[case.name]
 
 
 def accept(found: golden.Findings, case: golden.Case, recipe: str) -> list[str]:
