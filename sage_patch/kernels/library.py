@@ -350,8 +350,9 @@ def launch(
     """Quantized attention on CUDA tensors of one device; any view whose last dimension has stride 1 is read in place.
 
     args: as it says, of which recipe, reason and site are not looked at; recipe says whether K, V (minus a vector per
-    head) and Q (64 rows at a time minus their mean, whose logits are added in float32) are smoothed, and whether both are
-    then rotated. INT4 and a smoothed Q need head_dim at most 128; the latter takes q_len / 64 x kv_len floats a head while the call runs.
+    head) and Q (64 rows at a time minus their mean, whose logits are added in float32) are smoothed, and whether Q and
+    K are then rotated. INT4 and a smoothed Q need head_dim at most 128; the latter takes q_len / 64 x kv_len floats a
+    head while the call runs.
     padding: bool [batch or 1, kv_len], False: there is no such key; not with masks, causal, windows or lengths.
     Returns the output, a new tensor of the inputs' dtype, and if asked the natural log-sum-exp of the true scaled
     scores, float32 [batch, heads, q_len]. A row that sees no key is zero, its log-sum-exp -inf. Raises ValueError,
