@@ -59,7 +59,18 @@ def check(
     scale = 1 / math.sqrt(shape[-1])
     asked = {
         name: getattr(options, name)
-        for name in ("is_causal", "top_left", "kv_lens", "kv_starts", "left", "right", "attn_mask", "softcap", "sinks")
+        for name in (
+            "is_causal",
+            "top_left",
+            "kv_lens",
+            "kv_starts",
+            "left",
+            "right",
+            "attn_mask",
+            "softcap",
+            "sinks",
+            "rotated",
+        )
     }
     stages = forward.emulate(query, key, value, recipe=recipe, scale=scale, **asked)
     expected, lse = forward_mma.attend(
@@ -90,6 +101,11 @@ def check(
         (256, 200, "qk_int8_pv_fp8", torch.float16, {}),
         (256, 130, "qk_int8_pv_fp16", torch.float16, {"size": 2}),
         (64, 300, "qk_int8_pv_fp8", torch.float16, {"kv_lens": [130, 0], "kv_starts": [7, 0]}),
+        (40, 300, "qk_int8_pv_fp8", torch.float16, {"rotated": True, "kv_lens": [130, 0], "kv_starts": [7, 0]}),
+        (96, 130, "qk_int8_pv_fp16", torch.bfloat16, {"rotated": True, "size": 2}),
+        (128, 300, "qk_int8_pv_fp8", torch.float16, {"rotated": True, "aligned": False}),
+        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"rotated": True, "packed": True}),
+        (256, 130, "qk_int8_pv_fp8", torch.bfloat16, {"rotated": True}),
     ],
 )
 def test_images_without_clusters(
@@ -101,7 +117,16 @@ def test_images_without_clusters(
     found = simulate_prepare(library, key, value, recipe, **options)
     there, values, keys = present(key, value, kv_lens, starts, None)
     fp16, width = recipe.endswith("fp16"), padded_dim(dim)
-    want = prepare(there, values, keys.tolist(), width, fp16, True, int4=recipe.startswith("qk_int4"))
+    want = prepare(
+        there,
+        values,
+        keys.tolist(),
+        width,
+        fp16,
+        True,
+        int4=recipe.startswith("qk_int4"),
+        rotated=bool(options.get("rotated")),
+    )
     half = min(width, 128)
     parts = [v_image(want.v[..., at : at + half]).flatten() for at in range(0, width, half)]
     written = torch.arange(want.k.shape[1]) < -(-keys.repeat_interleave(2)[:, None] // 128)  # images of keys that exist
@@ -116,6 +141,17 @@ def test_images_without_clusters(
 
 
 SHAPE = (2, 1, 150, 333, 128)  # heads, kv heads, rows, keys, channels
+
+
+@pytest.mark.parametrize(("dim", "product"), [(40, "fp8"), (96, "fp8"), (128, "fp16"), (256, "fp8")])
+def test_rotation(library: ctypes.CDLL, dim: int, product: str) -> None:
+    check(library, (2, 1, 70, 130, dim), Options(product, rotated=True, is_causal=True), f"qk_int8_pv_{product}")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rotation_of_int4(library: ctypes.CDLL, packed: bool) -> None:
+    """Q's means come off first, and what they add to the logits is not rotated."""
+    check(library, (1, 1, 130, 200, 128), Options("fp16", packed=packed, rotated=True), "qk_int4_pv_fp16")
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

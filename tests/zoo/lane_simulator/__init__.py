@@ -23,7 +23,7 @@ from sage_patch.reference.emulator.visible import present
 
 ROWS = 128  # of a query tile
 NO_LIMIT = 1 << 30
-DENSE, MASKED, ADJUSTED = range(3)
+DENSE, MASKED, ADJUSTED = 0, 2, 3  # Family of params.h
 PRODUCTS = {"fp16": 0, "fp16_split": 1, "fp8": 2, "fp8_split": 3}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 LOG2E = 1.4426950408889634
@@ -34,7 +34,7 @@ _POINTERS = (
 )
 _INTEGERS = (
     "batch heads kv_heads q_len kv_len head_dim v_head_dim blocks q_tiles total q_blocks bf16 causal top_left left "
-    "right family int4 smooth_q all_logits mask_kind mask_batch mask_heads product packed v_channel"
+    "right family int4 smooth_q all_logits mask_kind mask_batch mask_heads product packed v_channel rotate"
 )
 _FLOATS = "scale scale_log2 softcap softcap_step"
 
@@ -57,7 +57,7 @@ class PrepareCall(ctypes.Structure):
         for name in "key value k v k_scale k_mean v_mean v_scale kv_lens kv_starts".split()
     ] + [
         (name, ctypes.c_int32)
-        for name in "batch kv_heads kv_len head_dim blocks bf16 fp16_pv int4 smooth_v size aligned".split()
+        for name in "batch kv_heads kv_len head_dim blocks bf16 fp16_pv int4 smooth_v size aligned rotate".split()
     ]  # fmt: skip
 
 
@@ -81,6 +81,7 @@ class Options:
 
     product: str = "fp16"
     packed: bool = False
+    rotated: bool = False
     is_causal: bool = False
     top_left: bool = False
     kv_lens: list[int] | None = None
@@ -155,7 +156,7 @@ def _unsigned(x: Tensor) -> Tensor:
 
 def simulate_prepare(
     library: ctypes.CDLL, key: Tensor, value: Tensor, recipe: str, *, packed: bool = False, size: int = 1,
-    aligned: bool = True, kv_lens: list[int] | None = None, kv_starts: list[int] | None = None,
+    aligned: bool = True, rotated: bool = False, kv_lens: list[int] | None = None, kv_starts: list[int] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The bytes of the K and V images, scales and vectors that the pre-processing without clusters writes.
 
@@ -182,7 +183,7 @@ def simulate_prepare(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         batch=batch, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, blocks=blocks,
         bf16=key.dtype == torch.bfloat16, fp16_pv=fp16, int4=2 if packed else int4, smooth_v=True, size=size,
-        aligned=aligned,
+        aligned=aligned, rotate=rotated,
     )  # fmt: skip
     library.simulate_prepare(ctypes.byref(call))
     return out
@@ -243,7 +244,8 @@ def simulate(
     call.right = 0 if options.is_causal else NO_LIMIT if options.right < 0 else options.right
     call.all_logits, call.int4, call.smooth_q = bool(options.softcap or int4), 2 if options.packed else int4, smooth_q
     call.product, call.packed = PRODUCTS[options.product], options.packed
-    call.scale, call.scale_log2 = scale, scale * LOG2E
+    call.rotate = options.rotated
+    call.scale, call.scale_log2 = scale, scale * LOG2E * (dim if options.rotated else 1)
     call.softcap, call.softcap_step = options.softcap * LOG2E, 2.0 / options.softcap if options.softcap else 0.0
     masked = options.left >= 0 or (not options.is_causal and options.right >= 0) or options.sinks is not None
     masked |= options.cu_seqlens is not None

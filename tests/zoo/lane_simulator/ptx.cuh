@@ -16,6 +16,7 @@ inline void store_shared(uint32_t a, uint32_t x) { simulator::store(a, x); }
 inline void store_shared16(uint32_t a, uint16_t x) { simulator::store(a, x); }
 inline void store_shared2(uint32_t a, uint32_t x, uint32_t y) { simulator::store(a, uint2{x, y}); }
 inline int thread_index() { return threadIdx.x; }
+inline unsigned block_index() { return blockIdx.x; }
 inline void barrier_expect(uint32_t, int) { simulator::fail("mbarrier"); }
 inline void barrier_wait(uint32_t, int) { simulator::fail("mbarrier"); }
 inline void async_proxy_fence() { simulator::fail("proxy fence"); }

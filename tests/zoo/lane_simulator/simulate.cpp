@@ -26,7 +26,7 @@ struct Call {
   const float *sinks;
   int32_t batch, heads, kv_heads, q_len, kv_len, head_dim, v_head_dim, blocks, q_tiles, total, q_blocks;
   int32_t bf16, causal, top_left, left, right, family, int4, smooth_q, all_logits, mask_kind, mask_batch, mask_heads;
-  int32_t product, packed, v_channel;
+  int32_t product, packed, v_channel, rotate;
   float scale, scale_log2, softcap, softcap_step;
 };
 
@@ -39,7 +39,7 @@ template<int DIM, Product PV, Family FAMILY> static void run(const Params &p, bo
   run<MmaConfig<DIM, PV, FAMILY, false>>(p);
 }
 template<int DIM, Product PV> static void run(const Params &p, bool packed) {
-  if (p.family == kDense) run<DIM, PV, kDense>(p, packed);
+  if (p.family <= kRotated) run<DIM, PV, kDense>(p, packed);
   else if constexpr (PV == kPvFp16 || PV == kPvFp8)
     p.family == kMasked ? run<DIM, PV, kMasked>(p, packed) : run<DIM, PV, kAdjusted>(p, packed);
 }
@@ -56,7 +56,7 @@ struct PrepareCall {
   uint8_t *k, *v;
   float *k_scale, *k_mean, *v_mean, *v_scale;
   const int32_t *kv_lens, *kv_starts;
-  int32_t batch, kv_heads, kv_len, head_dim, blocks, bf16, fp16_pv, int4, smooth_v, size, aligned;
+  int32_t batch, kv_heads, kv_len, head_dim, blocks, bf16, fp16_pv, int4, smooth_v, size, aligned, rotate;
 };
 template<int DIM, bool FP16, Mode MODE, bool PACKED> static void prepare(const Params &p, int size) {
   const int heads = p.batch * p.kv_heads, n = heads * DIM;
@@ -94,6 +94,7 @@ extern "C" int simulate_prepare(const PrepareCall *c) {
   p.int4 = c->int4;
   p.smooth_k = 1;
   p.smooth_v = c->smooth_v;
+  p.rotate = c->rotate;
   const int padded = padded_dim(c->head_dim);
   if (padded == 64) c->fp16_pv ? prepare<64, true>(p, c->size, c->aligned) : prepare<64, false>(p, c->size, c->aligned);
   else if (padded == 128)
@@ -162,6 +163,7 @@ extern "C" int simulate(const Call *c) {
   p.all_logits = c->all_logits;
   p.int4 = c->int4;
   p.smooth_q = c->smooth_q;
+  p.rotate = c->rotate;
   p.q_blocks = c->q_blocks;
   p.q_mean = c->q_mean;
   p.correction = c->correction;
