@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sage_patch.recipes import USUAL_LIMITS, Call, Limits, Recipe
+from sage_patch.recipes import USUAL_LIMITS, Call, Limits, Recipe, as_run, rotated
 
 Rule = Callable[[Recipe, Call], str | None]  # None, or the reason why not: a stable word
 
@@ -32,6 +32,7 @@ class Backend:
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
     card: whose cost model calibration takes on its devices.
+    rotates: whether it rotates Q and K of this head_dim where a recipe leaves that open (`rotate=auto`).
     is_proven: its tests ran on a card of their own. Where they did not, the first use on a device compares its numbers
         with the reference's, and refuses to go on if they differ.
     """
@@ -45,6 +46,7 @@ class Backend:
     architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
     card: str = "ada"
     is_proven: bool = True
+    rotates: Callable[[int], bool] = lambda head_dim: False
 
     @property
     def is_compiled(self) -> bool:
@@ -89,6 +91,11 @@ def _compiled_no_gain(recipe: Recipe, call: Call) -> str | None:
     return None if breaks_even(recipe, call) else "short"
 
 
+def _always(head_dim: int) -> bool:
+    """Whatever a backend's `why_not` lets through it rotates too."""
+    return True
+
+
 CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
 
 
@@ -100,7 +107,7 @@ def breaks_even(recipe: Recipe, call: Call) -> bool:
     faster products save. So both lengths must reach L, and the call must hold as much work, batch x heads x q_len x
     kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
     """
-    length = dict(call.crossover).get(recipe.name, 0)
+    length = dict(call.crossover).get(rotated(recipe.name, "none"), 0)  # rotated or not
     work = CROSSOVER_HEADS * length * length
     # The work first: of symbolic lengths each question that is asked becomes a condition of the graph. No call holds
     # as much as 2^62, and no symbol could be compared with it.
@@ -122,6 +129,7 @@ BACKENDS: dict[str, Backend] = {
             no_gain=_compiled_no_gain,
             architectures={(9, 0): "90"},
             card="hopper",
+            rotates=_always,
         ),
         # mma.sync. Compiled, simulated, run on a Hopper card; never timed on a card of their own. Break-even lengths
         # are those of the table's "default".
@@ -133,6 +141,7 @@ BACKENDS: dict[str, Backend] = {
             no_gain=_compiled_no_gain,
             architectures={(8, 9): "89", (12, 0): "120", (12, 1): "120"},
             is_proven=False,
+            rotates=_always,
         ),
         Backend(
             "mma_fp16",
@@ -142,6 +151,7 @@ BACKENDS: dict[str, Backend] = {
             no_gain=_compiled_no_gain,
             architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100"},
             is_proven=False,
+            rotates=_always,
         ),
         Backend(
             "reference",
@@ -149,6 +159,7 @@ BACKENDS: dict[str, Backend] = {
             _reference_why_not,
             kernels="sage_patch.kernels.plain",
             pages="sage_patch.reference.pages",
+            rotates=_always,
         ),
     )
 }
@@ -181,6 +192,12 @@ def architecture_of(capability: tuple[int, int]) -> str | None:
 def module(path: str) -> Any:
     """The module of a row, imported when first asked for."""
     return importlib.import_module(path)
+
+
+def chosen_rotation(recipe: Recipe, call: Call) -> Recipe:
+    """The recipe with its `rotate=auto` decided for this call; any other as it is."""
+    row = named(call.backend)
+    return as_run(recipe, row is not None and row.rotates(call.head_dim))
 
 
 def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | None:

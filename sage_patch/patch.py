@@ -256,7 +256,7 @@ def _tag(site: Site, plan: Plan, policy: Policy, handle: Handle, styles: dict[in
     return SiteTag(
         key=handle._token + site.name,
         group=handle._token + "*",
-        recipe=parse_recipe(choice.recipe),
+        recipe=parse_recipe(plan.runs(choice.recipe)),
         on_unsupported=choice.on_unsupported,
         limits=policy.limits,
         original=getattr(config, "_attn_implementation", None) or "",

@@ -18,7 +18,7 @@ from typing import Literal
 
 from sage_patch.errors import SagePatchError
 from sage_patch.names import grouped
-from sage_patch.recipes import AUTO, Limits, parse_recipe
+from sage_patch.recipes import AUTO, Limits, Rotate, parse_recipe, with_rotation
 
 Role = Literal["self", "cross", "joint"]
 OnUnsupported = Literal["exact", "error"]
@@ -193,7 +193,8 @@ class Calibration:
 class Policy:
     """The recipe of every site: a default and rules, of which the last matching one wins.
 
-    recipe: a name of `recipes.recipe_names()`, or a variant of one. on_unsupported: a call that the recipe
+    recipe: a name of `recipes.recipe_names()`, or a variant of one. rotate: of every recipe here, the rules' too, that
+    names no rotation itself; None: as the recipes have it. on_unsupported: a call that the recipe
     cannot run goes "exact", counted with its reason, or is an "error". quantize_fp32: quantize float32 inputs
     too. min_q_len, min_kv_len: fewer query rows or keys go exact; None takes the values of `recipes.Limits`. With
     both None, calls that a card's measurements say are faster exact go exact too (reason "short"). calibration: which
@@ -201,6 +202,7 @@ class Policy:
     """
 
     recipe: str = AUTO
+    rotate: Rotate | None = None
     on_unsupported: OnUnsupported = "exact"
     quantize_fp32: bool = False
     min_q_len: int | None = None
@@ -283,6 +285,10 @@ class Plan:
             for steps in found.values()
         ]
 
+    def runs(self, recipe: str) -> str:
+        """What a choice's recipe is with the policy's rotation."""
+        return with_rotation(recipe, self.policy.rotate)
+
     def rows(self) -> list[dict[str, object]]:
         """One row a site for tables: name, index, role, heads, kv_heads, head_dim, recipe, steps, reason.
 
@@ -305,8 +311,8 @@ class Plan:
                     "heads": site.num_heads,
                     "kv_heads": site.num_kv_heads,
                     "head_dim": site.head_dim,
-                    "recipe": base.recipe,
-                    "steps": "; ".join(f"{r.steps}: {r.recipe}" for r in stepped),
+                    "recipe": self.runs(base.recipe),
+                    "steps": "; ".join(f"{r.steps}: {self.runs(r.recipe or '')}" for r in stepped),
                     "reason": base.reason or "; ".join(f"{r.steps}: {r.reason}" for r in stepped if r.reason),
                 }
             )

@@ -7,6 +7,7 @@ is computed; what a recipe covers where is asked of backends.py.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 from sage_patch.errors import SagePatchError
 
 Smooth = Literal["none", "k", "q", "qk"]
-Rotate = Literal["none", "hadamard"]
+Rotate = Literal["none", "hadamard", "auto"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
 QK_BITS = (4, 8)  # widths of Q and K that are computed
@@ -36,7 +37,8 @@ class Recipe:
     smooth_v: V's per-channel mean is removed before E4M3, where it is large enough to matter, and added back to the
         output.
     rotate: "hadamard": Q and K are multiplied by a Hadamard matrix after smoothing and before quantization, which
-        spreads outlier channels over all of them and changes no score (reference/rotation.py).
+        spreads outlier channels over all of them and changes no score (reference/rotation.py). "auto": so where the
+        backend of a call computes it, "none" elsewhere; which of them ran is in the name that is counted.
     granularity: how many tokens share one INT scale; "thread" is the paper's per-thread grouping (section 3.2).
     tiling: whose thread layout "warp" and "thread" mean: mma.sync (128x64 tiles, 32 rows a warp) or
         wgmma (128 keys a tile, 16 rows a warp).
@@ -117,7 +119,7 @@ DEFAULT_RECIPE = "qk_int8_pv_fp8"
 _VARIANT_FIELDS: dict[str, tuple[str, ...]] = {
     "smooth": ("none", "k", "q", "qk"),
     "smooth_v": ("on", "off"),
-    "rotate": ("none", "hadamard"),
+    "rotate": ("none", "hadamard", "auto"),
     "granularity": ("tensor", "block", "warp", "thread", "token"),
     "tiling": ("mma", "wgmma"),
 }
@@ -153,6 +155,35 @@ def parse_recipe(text: str) -> Recipe:
             raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
         changes[key] = (value == "on") if key == "smooth_v" else value
     return replace(base, name=text, **changes)  # type: ignore[arg-type]
+
+
+def rotated(name: str, rotate: Rotate) -> str:
+    """The name of a recipe of this rotation, its other variants as they are; exact attention has none."""
+    base, _, tail = name.partition(":")
+    known = RECIPES[DEFAULT_RECIPE if base == AUTO else base]
+    if known.is_exact:
+        return name
+    parts = [part for part in tail.split(",") if part and part.partition("=")[0].strip() != "rotate"]
+    parts += [f"rotate={rotate}"] * (known.rotate != rotate)
+    return f"{base}:{','.join(parts)}" if parts else base
+
+
+def with_rotation(name: str, rotate: Rotate | None) -> str:
+    """The name of a recipe that takes this rotation unless it names one itself; None: as it is."""
+    named = any(part.partition("=")[0].strip() == "rotate" for part in name.partition(":")[2].split(","))
+    return name if rotate is None or named else rotated(name, rotate)
+
+
+def as_run(recipe: Recipe, rotates: bool) -> Recipe:
+    """What of a recipe runs where its calls can, or cannot, be rotated: "auto" becomes one or the other."""
+    if recipe.rotate != "auto":
+        return recipe
+    return _as_run(recipe.name, rotates)
+
+
+@functools.cache  # asked at every call
+def _as_run(name: str, rotates: bool) -> Recipe:
+    return parse_recipe(rotated(name, "hadamard" if rotates else "none"))
 
 
 def nearest(word: str, known: object) -> str:

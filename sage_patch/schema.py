@@ -20,7 +20,7 @@ from pydantic import (
 
 from sage_patch.figures import BY_BOUND, Figure
 from sage_patch.policy import Calibration, OnUnsupported, Policy, Role, Rule, Span
-from sage_patch.recipes import AUTO, parse_recipe
+from sage_patch.recipes import AUTO, Rotate, parse_recipe
 
 SCHEMA_VERSION = 1
 
@@ -92,6 +92,7 @@ class PolicySpec(Section):
 
     version: Literal[1] = 1
     recipe: RecipeName = AUTO
+    rotate: Rotate | None = None
     on_unsupported: OnUnsupported = "exact"
     quantize_fp32: bool = False
     min_q_len: Annotated[int, Field(ge=1)] | None = None

@@ -76,7 +76,7 @@ class StepSwitch:
     def _tag(self, name: str, base: SiteTag, choice: Choice) -> SiteTag:
         key = (name, choice.recipe, choice.on_unsupported)
         if key not in self._tags:
-            recipe = parse_recipe(choice.recipe)
+            recipe = parse_recipe(self._plan.runs(choice.recipe))
             self._tags[key] = replace(base, recipe=recipe, on_unsupported=choice.on_unsupported, by_step=True)
         return self._tags[key]
 

@@ -198,7 +198,7 @@ def _pack(
         + (not recipe.smooth_k) * _NO_SMOOTH_K
         + _BITS[recipe.qk_bits]
         + recipe.smooth_q * _SMOOTH_Q
-        + (recipe.rotate == "hadamard") * _ROTATE
+        + (recipe.rotate != "none") * _ROTATE
     )
     shape = (batch, heads, ks[1], q_len, ks[2], head_dim, vs[3])
     pv, items, extras = PV[recipe.pv], batch, None

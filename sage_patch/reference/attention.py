@@ -92,7 +92,7 @@ def quantized_attention(
     if recipe.smooth_q:
         q_all, q_mean = subtract_block_mean(q_all, BLOCK_Q[recipe.tiling])
     step = scale * LOG2E  # of a product of quantized Q and K
-    if recipe.rotate == "hadamard":
+    if recipe.rotate != "none":
         q_all, step = rotate(q_all), step * rotated_width(q_all.shape[-1])
     q_int = quantize_int(
         q_all,
@@ -138,7 +138,7 @@ def _prepare_keys(key: Tensor, value: Tensor, visibility: Visibility, recipe: Re
     else:
         k_float = hide(key.float(), visible)
     groups = key_groups(key.shape[-2], recipe.granularity, recipe.tiling, key.device)
-    k_turned = rotate(k_float) if recipe.rotate == "hadamard" else k_float
+    k_turned = rotate(k_float) if recipe.rotate != "none" else k_float
     k_int = quantize_int(k_turned, recipe.qk_bits, groups, share_heads=recipe.granularity == "tensor")
 
     v_mean = v_scale = None

@@ -19,7 +19,7 @@ from sage_patch.evaluation.steps import RunningStep, following
 from sage_patch.kernels import ops
 from sage_patch.patch import PatchError
 from sage_patch.policy import Policy, Rule, Span
-from sage_patch.recipes import Limits
+from sage_patch.recipes import Limits, Rotate, with_rotation
 
 CALLS_PER_GROUP = 2  # of one input: with guidance, the two halves of a step
 EDGE = 0.2  # share of the steps, rounded up, in the first and in the last bucket
@@ -109,12 +109,18 @@ class Group:
 
 
 def score_sites(
-    judge: Any, rungs: tuple[str, ...], buckets: tuple[Bucket, ...], limits: Limits, inputs: int, tick: Callable
+    judge: Any,
+    rungs: tuple[str, ...],
+    buckets: tuple[Bucket, ...],
+    limits: Limits,
+    inputs: int,
+    tick: Callable,
+    rotate: Rotate | None = None,
 ) -> list[Group]:
     """Every site in every bucket, in plan order, with its share of the work and the scores of every rung.
 
     judge: a `judge.Judge`. rungs: quantized recipes. limits: which calls are too short to be quantized. inputs: how
-    many windows or pictures are run. tick(calls seen) is called after every scored call.
+    many windows or pictures are run. rotate: of every rung. tick(calls seen) is called after every scored call.
     """
     names = [site.name for site in judge.plan(Policy(recipe="exact")).sites]
     total = sum(len(b.steps) for b in buckets)
@@ -137,7 +143,7 @@ def score_sites(
         sample = (*key, running.request)
         if chosen and taken[sample] < CALLS_PER_GROUP:
             taken[sample] += 1
-            _score(groups[key], part_of(call), rungs)
+            _score(groups[key], part_of(call), rungs, rotate)
             tick(len(taken))
 
     with following(judge.model) as running, ops.observe(observe), torch.no_grad():
@@ -156,11 +162,11 @@ def score_sites(
 _TOO_SHORT = "calls below {0.min_q_len} rows or {0.min_kv_len} keys"
 
 
-def _score(group: Group, call: ops.ObservedCall, rungs: tuple[str, ...]) -> None:
+def _score(group: Group, call: ops.ObservedCall, rungs: tuple[str, ...], rotate: Rotate | None) -> None:
     exact = compute(call, "exact")
     group.scored += 1
     for rung in rungs:
-        found = errors(compute(call, rung), exact)
+        found = errors(compute(call, with_rotation(rung, rotate)), exact)
         found["quality"] = found["cosine"] * (1 - found["rel_l1"])
         before = group.scores.get(rung, found)
         group.scores[rung] = {

@@ -71,7 +71,8 @@ def calibrate(
 ) -> Calibrated:
     """The cheapest confirmed policy by the cost model.
 
-    base: gives quantize_fp32 and the length limits; its recipe and rules are not used. folder: where the state is kept.
+    base: gives rotate, quantize_fp32 and the length limits; its recipe and rules are not used. folder: where the state
+    is kept.
     deadline: on `time.monotonic()`'s clock; no run is begun that is not expected to end before it. Raises
     CalibrationError if a target cannot be met, nothing can be quantized, or time ran out before anything was confirmed;
     CheckpointError if the folder cannot be written.
@@ -122,7 +123,7 @@ class _Calibration:
             self.judge.progress(label, 0, total)
             self.state.groups = score_sites(
                 self.judge, rungs, self.buckets, self.base.limits, INPUTS,
-                lambda done: self.judge.progress(label, min(done, total - 1), total),
+                lambda done: self.judge.progress(label, min(done, total - 1), total), self.base.rotate,
             )  # fmt: skip
             self.state.save()
         self.groups = [replace(g) for g in self.state.groups]
