@@ -7,7 +7,6 @@ is computed; what a recipe covers where is asked of backends.py.
 from __future__ import annotations
 
 import difflib
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
@@ -49,6 +48,7 @@ class Recipe:
     column: how the benchmark's columns of its compiled kernel begin; "" where it is not timed.
     cost: attention time relative to exact attention, pre-processing included, on the cards that calibration knows;
         empty: calibration does not choose it.
+    either: of a parsed "auto", what runs where it is not rotated, and where it is.
 
     Raises ValueError for a width of Q and K, or a type of P and V, that nothing computes.
     """
@@ -64,6 +64,7 @@ class Recipe:
     self_test_bound: float | None = field(default=None, compare=False)
     column: str = field(default="", compare=False)
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
+    either: tuple[Recipe, Recipe] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if (self.qk_bits, self.pv) != (0, "none") and (self.qk_bits not in QK_BITS or self.pv not in ("fp8", "fp16")):
@@ -154,7 +155,8 @@ def parse_recipe(text: str) -> Recipe:
         if value not in _VARIANT_FIELDS[key]:
             raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
         changes[key] = (value == "on") if key == "smooth_v" else value
-    return replace(base, name=text, **changes)  # type: ignore[arg-type]
+    recipe: Recipe = replace(base, name=text, **changes)  # type: ignore[arg-type]
+    return replace(recipe, either=_either(recipe)) if recipe.rotate == "auto" else recipe
 
 
 def rotated(name: str, rotate: Rotate) -> str:
@@ -178,12 +180,17 @@ def as_run(recipe: Recipe, rotates: bool) -> Recipe:
     """What of a recipe runs where its calls can, or cannot, be rotated: "auto" becomes one or the other."""
     if recipe.rotate != "auto":
         return recipe
-    return _as_run(recipe.name, rotates)
+    plain, turned = recipe.either or _either(recipe)
+    return turned if rotates else plain
 
 
-@functools.cache  # asked at every call
-def _as_run(name: str, rotates: bool) -> Recipe:
-    return parse_recipe(rotated(name, "hadamard" if rotates else "none"))
+def _either(recipe: Recipe) -> tuple[Recipe, Recipe]:
+    """Not rotated and rotated, of a recipe that leaves it open."""
+    plain, turned = (
+        replace(recipe, name=rotated(recipe.name, rotate), rotate=rotate, either=None)
+        for rotate in ("none", "hadamard")
+    )
+    return plain, turned
 
 
 def nearest(word: str, known: object) -> str:

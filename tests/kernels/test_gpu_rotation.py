@@ -19,6 +19,7 @@ from sage_patch.kernels import ops
 from sage_patch.pages import Pages
 from sage_patch.reference.emulator import forward as hopper
 from sage_patch.reference.emulator import forward_mma
+from sage_patch.reference.emulator import pages as emulated_pages
 from sage_patch.reference.emulator import prepare as mirror
 from sage_patch.reference.emulator.accumulator import FP16 as TENSOR_CORE
 from zoo import mma_library
@@ -40,8 +41,10 @@ def images_of(q: Tensor, k: Tensor, v: Tensor, recipe: str, **options: Any) -> m
 
 
 def same_images(got: mirror.Prepared, want: mirror.Prepared) -> None:
-    for name, x in vars(want).items():
-        assert torch.equal(getattr(got, name).view(torch.uint8), x.view(torch.uint8)), name
+    for name, x in vars(want).items():  # any NaN is one
+        bits = (y.nan_to_num(nan=0.12345) if y.is_floating_point() else y for y in (getattr(got, name), x))
+        one, other = (y.contiguous().view(torch.uint8) for y in bits)
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -78,12 +81,12 @@ def test_images_of_any_size(factor: float) -> None:
     same_images(images_of(q, k, v, FP8), mirror.prepare(k, v, [200], 128, False, True, rotated=True))
 
 
-def near(out: Tensor, lse: Tensor, s: hopper.Stages) -> None:
+def near(out: Tensor, lse: Tensor, s: hopper.Stages, most_lse: float = 1e-4) -> None:
     live = s.lse.isfinite()
     assert torch.equal(live, lse.cpu().isfinite())
     equal = (out.cpu() == s.out).float().mean()
     assert relative_l1(out.cpu()[live], s.out_float[live]) < 3e-3 and float(equal) > 0.95, float(equal)
-    assert not live.any() or float((lse.cpu() - s.lse)[live].abs().max()) < 1e-4
+    assert not live.any() or float((lse.cpu() - s.lse)[live].abs().max()) < most_lse
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -123,7 +126,8 @@ def test_the_other_families_are_the_emulators(recipe: str, dim: int) -> None:
             q, k, v, scale=dim**-0.5, recipe=recipe, return_lse=True, rotated=True, extras=Extras(**extras)
         )
         on_cpu = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in extras.items()}
-        near(out, lse, hopper.emulate(q, k, v, recipe=recipe, scale=dim**-0.5, rotated=True, **on_cpu))
+        s = hopper.emulate(q, k, v, recipe=recipe, scale=dim**-0.5, rotated=True, **on_cpu)
+        near(out, lse, s, 1e-3 if "softcap" in extras else 1e-4)  # whose tanh is approximate
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *INT4_RECIPES])
@@ -233,10 +237,10 @@ def test_pages(dim: int, dtype: torch.dtype) -> None:
     for rows in (1, 3, 70):
         want, want_lse = attention(q[:, :, -rows:], k, v, is_causal=True)
         out, lse = stores[1].attend(q[:, :, -rows:].to(DEVICE), args)
-        near_out, near_lse = stores[0].attend(q[:, :, -rows:], args)
-        assert lse is not None and near_lse is not None
-        assert measure(out.cpu(), want).rel_l1 < 0.06 and relative_l1(out.cpu(), near_out) < 0.02
-        assert float((lse.cpu() - near_lse).abs().max()) < 0.01
+        near_out, near_lse = emulated_pages.emulate(stores[0], q[:, :, -rows:], args)
+        assert lse is not None
+        assert measure(out.cpu(), want).rel_l1 < 0.06 and relative_l1(out.cpu(), near_out) < 3e-3
+        assert float((lse.cpu() - near_lse).abs().max()) < 1e-3
     assert torch.equal(stores[0].dequantize()[0], stores[1].dequantize()[0].cpu())
 
 
