@@ -79,7 +79,7 @@ def run(
 
         console = _console()
         with _progress(console) as progress:
-            results, gallery = running.run(loaded, _command(), progress)
+            results, gallery = running.run(loaded, _command(), progress, _say)
             files = media.write_gallery(folder, gallery) if gallery is not None else []
         tables = results_tables(results)
         files += write_results(folder, results, tables)  # last: where they are, all is there
@@ -333,9 +333,10 @@ def env(
 ) -> None:
     """Print versions and devices, and test the numerics of every recipe on every device."""
     with _clean_errors():
-        from sage_patch.evaluation.environment import environment, self_test
+        from sage_patch.evaluation.environment import environment, kernels, self_test
 
         facts: dict[str, Any] = environment() | {"self_test": self_test()}
+        facts["kernels"] = kernels()  # after the test, which loads them
         if json_:
             typer.echo(json.dumps(facts, indent=1))
         else:
@@ -390,6 +391,13 @@ def _print_environment(facts: dict[str, Any]) -> None:
         (f"cuda:{i}", f"{d['name']}, sm_{d['capability'].replace('.', '')}, {d['memory_gib']} GiB")
         for i, d in enumerate(cuda["devices"])
     ]
+    held = facts["kernels"]
+    rows += [("nvcc", held["nvcc"] or "not found"), ("ninja", held["ninja"] or "not found")]
+    for found in held["devices"]:
+        none = "no kernels for this card: its calls run exact"
+        rows += [
+            (f"{found['device']} kernels", f"{found['backend']}, {found['library']}" if found["backend"] else none)
+        ]
     rows += list(facts["variables"].items())
     tests = [
         (

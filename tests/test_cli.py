@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import sage_patch
 from sage_patch import cli
 from sage_patch.config import ConfigError, load_policy, load_run_config
-from sage_patch.evaluation import metrics, run, tables
+from sage_patch.evaluation import environment, metrics, run, tables
 from sage_patch.evaluation.evaluate import check_targets
+from sage_patch.kernels import build, ops
+from sage_patch.kernels.build import BuildError
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -177,6 +181,25 @@ def test_env_prints_versions_and_passes_its_self_test() -> None:
     on_cpu = {t["recipe"]: t["result"] for t in facts["self_test"] if t["device"] == "cpu"}
     assert len(on_cpu) == 5 and set(on_cpu.values()) == {"ok"}
     assert "Self-test" in invoke("env").stdout
+
+
+def test_env_prints_its_table_where_no_kernel_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card, and no compiler: who runs `env` there wants to read just that."""
+
+    def no_compiler(*args: Any, **kwargs: Any) -> Any:
+        raise BuildError("the kernels must be compiled and no nvcc was found; install one")
+
+    monkeypatch.setattr(environment, "sage_attention", no_compiler)
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(environment, "_cuda_device", lambda i: {"name": "a card", "capability": "9.0", "memory_gib": 1})
+    monkeypatch.setattr(ops, "backend_for", lambda device: "sm90" if device.index == 0 else "none")
+    monkeypatch.setattr(environment, "_devices", lambda: ["cpu"])
+    result = invoke("env")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"nvcc *\| *not found", result.stdout)
+    assert re.search(r"cuda:1 kernels *\| *no kernels for this card", result.stdout)
+    assert "unavailable: the kernels must be compiled and no nvcc was found" in result.stdout
 
 
 def test_tables_fit_a_narrow_terminal() -> None:

@@ -92,6 +92,12 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
     return found
 
 
+def loaded_from(index: int) -> str | None:
+    """The file of the library that the CUDA device `index` uses; None if it has not loaded one."""
+    found = _by_device.get(index)
+    return None if found is None else found[0]._name
+
+
 def load_for(architecture: str) -> ctypes.CDLL:
     """The library that holds an architecture's machine code, such as "90": the one that came with the package, else
     one of the cache, built first if need be. Loaded once a process."""
