@@ -264,7 +264,12 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def quiet_loading() -> None:
-    """Silence transformers' own progress bars in this process: they would draw over ours, or fill a log file."""
-    from transformers.utils import logging
+    """Silence transformers' own progress bars in this process, which would draw over ours or fill a log file, and its
+    remark that image processors do without torchvision, which no task here needs."""
+    import logging
 
-    logging.disable_progress_bar()
+    from transformers.utils import logging as theirs
+
+    theirs.disable_progress_bar()
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(lambda record: "requires torchvision" not in record.getMessage())
