@@ -1,5 +1,5 @@
-"""Rewrite the tables of README.md, docs/quantized_cache.md and docs/policy.md: figures from the JSON files under
-docs/results, reasons from sage_patch/reasons.py, so that none is typed by hand.
+"""Rewrite the tables of README.md and of the pages under docs/: figures from the JSON files under docs/results, reasons
+from sage_patch/reasons.py, so that none is typed by hand.
 
     python scripts/update_readme.py [--check]
 
@@ -20,7 +20,10 @@ from sage_patch.reasons import REASONS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "quantized_cache.md", ROOT / "docs" / "policy.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("speed", "quality", "quantized_cache", "policy")),
+)
 
 
 def quickstart() -> str:

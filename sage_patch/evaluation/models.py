@@ -32,6 +32,17 @@ class ModelError(SagePatchError, ValueError):
     """A model that cannot be loaded; the message says what was looked for and what to do."""
 
 
+def load(run_file: Path | str) -> Any:
+    """The model of a run file, as `sage-patch run` loads it: (model, tokenizer) of a text task, else the pipeline.
+
+    Raises ConfigError for a file that cannot be read, ModelError for a model that cannot be loaded.
+    """
+    from sage_patch.config import load_run_config
+
+    config = load_run_config(run_file)
+    return load_text_model(config.model) if config.task.kind == "text" else load_pipeline(config.model)
+
+
 def load_text_model(spec: ModelSpec) -> tuple[nn.Module, Any]:
     """(model in eval mode on its device, tokenizer). With `spec.meta`: a model without weights, and None.
 
