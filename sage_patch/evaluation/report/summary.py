@@ -43,6 +43,5 @@ def drawn(pictures: list[tuple[str, bytes]]) -> list[Section]:
     """The sheets that `sage-patch run` writes: pictures side by side with their differences."""
     if not pictures:
         return []
-    words = "Drawn by the unpatched pipeline and under each recipe, from the same seeds. The differences are eight times "
-        "brightened."
+    words = "Drawn by the unpatched pipeline and under each recipe, from the same seeds. Differences are brightened."
     return [Section("pictures", "Side by side", words, [Picture(name, data) for name, data in pictures])]
