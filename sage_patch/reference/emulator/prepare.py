@@ -181,8 +181,8 @@ def _range(v: Tensor, counts: Tensor, mean: Tensor) -> Tensor:
 
 
 def _v_scale(amax: Tensor, fp16: bool, limit: float) -> tuple[Tensor, Tensor]:
-    """(scale, inverse) of channels that hold up to `amax`, which becomes `limit`; FP16: its leading power of two becomes
-    one. Infinite: the channel is NaN."""
+    """(scale, inverse) of channels that hold up to `amax`, which becomes `limit`; FP16: its leading power of two
+    becomes one. Infinite: the channel is NaN."""
     if fp16:
         scale = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)
         inverse = torch.ones_like(scale) / scale
