@@ -1,5 +1,7 @@
 """The pre-processing on the GPU: images, scales and vectors are the emulator's bit for bit, in every mode; values
-beyond what a channel's samples promise are repaired; what no row sees may hold anything; graphs replay on new values."""
+beyond what a channel's samples promise are repaired; keys that no row sees may hold anything; graphs replay on new
+values.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ def test_padding_starts_and_masks(width: int, recipe: str) -> None:
     for kind in ("padding", "starts", "mask"):
         there = keep.clone()
         if kind == "starts":
-            there = torch.stack([(torch.arange(n) >= s) & (torch.arange(n) < s + c) for s, c in zip(starts, lens, strict=True)])
+            first, count = (torch.tensor(x)[:, None] for x in (starts, lens))
+            there = (torch.arange(n) >= first) & (torch.arange(n) < first + count)
         if kind == "mask":
             there[1] = there[0]
         kk, vv = (torch.where(there[:, None, :, None], x, math.nan) for x in (k, v))
