@@ -11,13 +11,14 @@ cudaError_t load() {
   cudaError_t err = cudaGetDevice(&device);
   if (err == cudaSuccess) err = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (err == cudaSuccess) err = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (err == cudaSuccess) err = load_quantize();
   return err == cudaSuccess ? load_forward_mma(10 * major + minor) : err;
 }
 int rows(int, bool, Family) { return kMmaRows; }
 template<bool PACKED, bool SPLIT> cudaError_t prepare(const Params &p, int sm_count, cudaStream_t stream) {
   Params with = p;
   if (PACKED && p.int4) with.int4 = kPackedInt4;
-  return launch_quantize_mma(with, SPLIT, sm_count, stream);
+  return launch_quantize(with, SPLIT, false, sm_count, stream);
 }
 template<bool PACKED, bool SPLIT> cudaError_t forward(Params &p, int, bool, cudaStream_t stream) {
   if (PACKED && p.int4) p.int4 = kPackedInt4;
