@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal
 
 import torch
@@ -75,7 +76,7 @@ def sage_attention(
             tensors = (attn_mask, None, None, sinks, cu_seqlens_q, cu_seqlens_k)
             out, lse = planned.launch(query, key, value, tensors)
             return (out, lse) if lse is not None else out
-    given = (query, key, value)
+    given = query
     others = dict(attn_mask=attn_mask, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     arguments.check_tensors(query, key, value, others)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
@@ -116,15 +117,16 @@ def sage_attention(
         return_lse=bool(return_lse),
         out_layout="NHD" if packed else tensor_layout,
     )
-    query, key, value = unify(query, key, value)
+    views = (query, key, value)
+    query, key, value = unify(*views)
     call = describe(query, key, value, options)
     limits = Limits() if recipe == AUTO else NO_LIMITS
     chosen, reason = choose(parse_recipe(recipe), call, limits, on_unsupported)
     out, lse = attend(query, key, value, options, call, chosen, reason)
-    if kind is not None and not chosen.is_exact and all(a.dtype == b.dtype for a, b in zip((query, key, value), given)):
+    if kind is not None and not chosen.is_exact and all(map(operator.is_, views, (query, key, value))):
         planned = ops.planned(query, key, value, to_operator(query, options, chosen, reason))
         if planned is not None:
-            PLANS.put(kind, planned._replace(plan=planned.plan.of_user(given[0], packed)))
+            PLANS.put(kind, planned._replace(plan=planned.plan.of_user(given, packed)))
     if packed:
         out = out[0].transpose(0, 1)
         lse = lse[0] if lse is not None else None
