@@ -162,7 +162,7 @@ def _kind(
         or torch_private.is_seen()
     ):
         return None
-    facts = []
+    facts: list[object] = []
     learns = torch.is_grad_enabled()
     for x in (query, key, value, *(x for x in others if x is not None)):
         if type(x) not in _TENSORS or x.is_nested or x.layout is not torch.strided or (learns and x.requires_grad):

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from sage_patch import sage_attention  # noqa: E402
 from sage_patch.args import plain  # noqa: E402
-from sage_patch.kernels import library, ops  # noqa: E402
+from sage_patch.kernels import library, ops, torch_private  # noqa: E402
 from sage_patch.recipes import DEFAULT_RECIPE, parse_recipe  # noqa: E402
 from zoo.plain_library import Silent, in_place  # noqa: E402
 
@@ -80,7 +80,10 @@ def ways() -> dict[str, Callable[[], object]]:
         "sdpa, mask": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=pairs),
     }
     if ON_CARD:
-        found["c_call"] = library.Call(q, k, v, args, recipe).run
+        made = library.Call(q, k, v, args, recipe)
+        found |= {"C: both launches": made.run, "C: K and V alone": made.prepare, "C: attention alone": made.forward}
+        found["workspace"] = lambda: torch_private.free(torch_private.allocate(1 << 20, stream))
+        stream = torch_private.current_stream(0)
         found["empty_like"] = lambda: torch.empty_like(q)
         found["add"] = lambda: q + q
     return found

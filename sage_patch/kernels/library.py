@@ -73,6 +73,8 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
     """(the library, the device's compute capability as 10 * major + minor) of the CUDA device `index`."""
     found = _by_device.get(index)
     if found is None:
+        if index < 0:
+            raise ValueError("the tensors are on no CUDA device")
         capability = torch.cuda.get_device_capability(index)
         architecture = backends.architecture_of(capability)
         if architecture is None:
@@ -148,14 +150,14 @@ def check(lib: ctypes.CDLL, code: int) -> None:
 class Plan(NamedTuple):
     """One kind of call, checked: all there is to know about it but where its tensors lie.
 
-    index: the CUDA device. facts: the struct's first piece. out_shape: of the output as its memory lies, which is NHD
+    device: its index. facts: the struct's first piece. out_shape: of the output as its memory lies, which is NHD
     if out_is_nhd; like_query: it has the query's shape and strides. lse_shape: None if no log-sum-exp is asked for.
     is_padding: the mask goes as key padding. recipe: its id is part of the cache's key, and no other object can have
     that id while it is kept here.
     """
 
     lib: ctypes.CDLL
-    index: int
+    device: int
     facts: bytes
     workspace_bytes: int
     out_shape: tuple[int, ...]
@@ -170,9 +172,7 @@ class Plan(NamedTuple):
         out = torch.empty_like(query) if self.like_query else query.new_empty(self.out_shape)
         return out, None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
 
-    def launch(
-        self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]
-    ) -> tuple[Tensor, Tensor | None]:
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         """Run a call of this kind. tensors: the first six of Args. Of all tensors only their addresses are asked."""
         lib, index, facts, size = self[:4]
         if index != torch_private.current_device():
@@ -232,7 +232,9 @@ def is_padding(args: Args) -> bool:
 def readable(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor, Tensor, Args]:
     """The tensors as the kernels read them: where they lie if they can be, else copied. Any strides will do but a
     stretched last dimension of query, key, value and padding; small vectors are contiguous and of one dtype."""
-    query, key, value = (x if x.shape[3] == 1 or x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = (
+        x if x.stride(3) == 1 or x.shape[3] == 1 or x.is_contiguous() else x.contiguous() for x in (query, key, value)
+    )
     mask, _, _, sinks, cu_q, cu_k = args[:6]
     if mask is sinks is cu_q is cu_k is None:
         return query, key, value, args
@@ -378,7 +380,7 @@ class Call:
         out, self.lse = plan.outputs(query)
         self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
         there = _addresses(query, key, value, out, self.lse, args, plan.is_padding)
-        place = self.workspace.data_ptr(), torch_private.current_stream(plan.index)
+        place = self.workspace.data_ptr(), torch_private.current_stream(plan.device)
         self.args = plan.facts + POINTERS.pack_in_order(*there, *place)
         self.out = out.transpose(1, 2) if plan.out_is_nhd and not plan.like_query else out
         self.inputs = (query, key, value, *args[:6])
@@ -407,7 +409,8 @@ def launch(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe
     found = plan(query, key, value, args, recipe)
     if found is None:
         query, key, value, args = readable(query, key, value, args)
-        return launch(query, key, value, args, recipe)
+        found = plan(query, key, value, args, recipe)
+        assert found is not None, "copies are readable"
     out, lse = found.launch(query, key, value, args)
     return out.transpose(1, 2) if found.out_is_nhd and not found.like_query else out, lse
 

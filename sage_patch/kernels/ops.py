@@ -183,9 +183,7 @@ class Planned(NamedTuple):
     counted: CallKey
     plan: Any  # what the module of its kernels calls so
 
-    def launch(
-        self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]
-    ) -> tuple[Tensor, Tensor | None]:
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         """As `attend`, for whom nobody watches; tensors: the first six of Args."""
         add_count(self.counted)
         return self.plan.launch(query, key, value, tensors)  # type: ignore[no-any-return]
