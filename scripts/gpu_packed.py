@@ -4,7 +4,8 @@
     python scripts/gpu_packed.py --out packed.json
 
 bf16, N(0,1), 24 heads, head_dim 128. Each case is the whole call of `sage_attention`, as a burst (20 calls after half a
-second of rest), sustained (the second half of 1.5 seconds of calls), and on the device alone (20 calls as a graph). The output of every timed call is compared with float64 on a few rows in the same run.
+second of rest), sustained (the second half of 1.5 seconds of calls), and on the device alone (20 calls as a graph). The
+output of every timed call is compared with float64 on a few rows in the same run.
 """
 
 from __future__ import annotations

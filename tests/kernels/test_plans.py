@@ -20,7 +20,7 @@ from sage_patch.kernels import first_use, library, ops
 from sage_patch.kernels.plans import PLANS, PlanCache
 from sage_patch.kernels.stopwatch import Stopwatch
 from sage_patch.recipes import RECIPES
-from zoo.plain_library import INDEX, Recorder, in_place
+from zoo.plain_library import Recorder, in_place
 
 RECIPE = "qk_int8_pv_fp8"
 
@@ -245,14 +245,13 @@ def test_what_failed_its_first_use_leaves_no_plan(monkeypatch: pytest.MonkeyPatc
         raise first_use.WrongNumbersError("no")
 
     with in_place(Recorder()):
-        library._by_device.clear()
         monkeypatch.setattr(library, "load_for", lambda architecture: Recorder())
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
         monkeypatch.setattr(first_use, "compare", compare)
         for _ in range(2):
             with pytest.raises(first_use.WrongNumbersError):
-                library.forward(*tensors("cpu", torch.float16, 1, 4, 2, 300, 700, 64, 64), args, RECIPES[RECIPE])
-        assert made == [1, 1] and len(PLANS) == 0 and INDEX not in library._by_device
+                library.of_device(1)
+        assert made == [1, 1] and len(PLANS) == 0 and 1 not in library._by_device
 
 
 def test_a_full_cache_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
