@@ -5,7 +5,8 @@
 Each family is built as a tiny random model and run on the CPU under the default recipe: once as it is, once with
 left-padded and once with right-padded text (a family that takes no padding makes the same calls three times, and is
 counted once then). Of every call the static facts are kept (`recipes.Call`) and asked about again as if it ran in
-bfloat16 on a Hopper card with lengths that are long enough. Tiny models have tiny heads, so a family's real head_dim is looked up in its configuration class: see `real_head_dim`.
+bfloat16 on a Hopper card with lengths that are long enough. Tiny models have tiny heads, so a family's real head_dim is
+looked up in its configuration class: see `real_head_dim`.
 `python scripts/update_families.py` makes the table of docs/families.md from the file.
 """
 
