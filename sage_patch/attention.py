@@ -158,13 +158,13 @@ def _kind(
         or not (scale is None or type(scale) is float)
         or not (softcap is None or type(softcap) is float)
         or not (window is None or type(window) is int or (type(window) is tuple and {*map(type, window)} == {int}))
-        or not all(type(word) is str for word in words)
+        or {*map(type, words)} != {str}
         or torch_private.is_seen()
     ):
         return None
     facts: list[object] = []
     learns = torch.is_grad_enabled()
-    for x in (query, key, value, *(x for x in others if x is not None)):
+    for x in [x for x in (query, key, value, *others) if x is not None]:
         if type(x) not in _TENSORS or x.is_nested or x.layout is not torch.strided or (learns and x.requires_grad):
             return None
         facts += (x.shape, x.stride(), x.dtype, x.device)
@@ -172,4 +172,4 @@ def _kind(
         return None
     device = "cuda" if query.is_cuda else "cpu"
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return (*facts, *(x is None for x in others), numbers, words, autocast)
+    return (*facts, *[x is None for x in others], numbers, words, autocast)
