@@ -192,15 +192,19 @@ def attend(
     """
     if call.needs_grad or call.dropout:
         return _differentiable(query, key, value, options, reason, site)
+    out, lse = ops.attend(query, key, value, arguments(query, options, recipe, reason, site))
+    return out, lse if options.return_lse else None
+
+
+def arguments(query: Tensor, options: Options, recipe: Recipe, reason: str, site: str = "") -> Args:
+    """What the operator is told of a call."""
     o = options
     scale = o.scale if torch.compiler.is_compiling() else o.scale_for(query.shape[-1])
-    args = Args(
+    return Args(
         o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k, scale,
         o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout, recipe.name, reason, site,
         o.guard_rows,
     )  # fmt: skip
-    out, lse = ops.attend(query, key, value, args)
-    return out, lse if o.return_lse else None
 
 
 def attend_with_weights(

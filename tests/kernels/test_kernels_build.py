@@ -182,11 +182,11 @@ def test_workspace_and_refusals(built: Path) -> None:
 
     def workspace(*shape: int, pv: str = "fp8", flags: tuple[str, ...] = (), capability: int = 90) -> int:
         names = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
-        call = library.CALL.pack(
+        facts = library.FACTS.pack(
             size=library.SIZE, capability=capability, recipe=library.PV[pv], scale=1.0,
-            flags=sum(library.FLAGS[f] for f in flags), **dict(zip(names, shape, strict=True)),
+            flags=sum(library.FLAGS[f] for f in flags), left=-1, right=-1, **dict(zip(names, shape, strict=True)),
         )  # fmt: skip
-        return library.workspace_bytes(lib, call + library.EXTRAS.pack(left=-1, right=-1) + library.PLACE.pack())
+        return library.workspace_bytes(lib, facts + library.POINTERS.pack())
 
     shape = (4, 32, 8, 4096, 4096, 128, 128)
     for pv, per_channel in (("fp8", 2), ("fp16", 3)):

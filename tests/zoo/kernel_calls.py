@@ -45,14 +45,15 @@ def arguments(
     out_layout: str = "HND",
     extras: Extras | None = None,
     **smooth: Any,
-) -> tuple[Args, Recipe, Tensor | None]:
+) -> tuple[Args, Recipe]:
     """What library.launch and library.Call take behind the tensors."""
     x = extras or Extras()
+    mask = x.attn_mask if x.key_padding is None else x.key_padding[:, None, None]
     args = Args(
-        x.attn_mask, x.kv_starts, kv_lens, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, scale,
+        mask, x.kv_starts, kv_lens, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, scale,
         x.left, 0 if is_causal else x.right, causal_top_left, x.softcap, return_lse, out_layout, recipe, "", "",
     )  # fmt: skip
-    return args, recipe_of(recipe, **smooth), x.key_padding
+    return args, recipe_of(recipe, **smooth)
 
 
 def forward(

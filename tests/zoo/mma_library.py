@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from sage_patch.kernels import build, library
+from sage_patch.kernels.plans import PLANS
 
 BACKENDS = ("mma", "mma_int4", "mma_split")  # rows of cuda_kernels/backend_mma.cu
 ARCHITECTURE, CAPABILITY = "90", 90
@@ -33,7 +34,7 @@ def build_library(backend: str) -> Path:
 def use(backend: str, index: int = 0) -> None:
     """From now on calls on cuda:`index` run on this backend."""
     library._by_device[index] = library._open(str(build_library(backend))), CAPABILITY
-    library._workspace_sizes.clear()
+    PLANS.clear()
 
 
 @contextlib.contextmanager
@@ -45,4 +46,4 @@ def on(backend: str, index: int = 0) -> Iterator[None]:
         yield
     finally:
         library._by_device[index] = before
-        library._workspace_sizes.clear()
+        PLANS.clear()
