@@ -23,14 +23,18 @@ from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
 
 # What sage2.h says in numbers; tests/kernels/test_layout.py compares them.
-VERSION = 4
+VERSION = 5
 ERRORS = {"ARGUMENT": 1, "UNSUPPORTED": 2, "WORKSPACE": 3, "DEVICE": 4, "CUDA": 5}
-FLAGS = {"CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32}
+FLAGS = {
+    "CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32,
+    "EXP_DUO": 128, "EXP_CHORD": 256,
+}  # fmt: skip
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PV = {"fp8": 0, "fp16": 1}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
-_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q = FLAGS.values()
+_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q, _DUO, _CHORD = FLAGS.values()
 _BITS = {8: 0, 4: _INT4}
+_EXP = {"exact": 0, "duo": _DUO, "chord": _CHORD}
 
 # struct Sage2Args of sage2.h in three pieces: what every call has, what only calls with more than lengths have, and
 # where the call works.
@@ -198,6 +202,7 @@ def _pack(
         + (not recipe.smooth_k) * _NO_SMOOTH_K
         + _BITS[recipe.qk_bits]
         + recipe.smooth_q * _SMOOTH_Q
+        + _EXP[recipe.exp]
     )
     shape = (batch, heads, ks[1], q_len, ks[2], head_dim, vs[3])
     pv, items, extras = PV[recipe.pv], batch, None
