@@ -57,7 +57,7 @@ def like_the_emulator(exp: str, q: Tensor, k: Tensor, v: Tensor, scale: float, *
 def test_outputs_are_the_emulators(exp: str, d: int) -> None:
     poison()
     dtype = torch.float16 if d == 64 else torch.bfloat16
-    q, k, v = qkv(2, 4, 2, 203, 640, d, dtype)
+    q, k, v = qkv(2, 2, 1, 75, 640, d, dtype)
     k = k + 3 * normal(1, 1, 1, d, dtype=dtype, seed=7)
     assert like_the_emulator(exp, q, k, v, d**-0.5) > 0.9
     assert 0.3 < like_the_emulator(exp, q, k[:, :, :555], v[:, :, :555], d**-0.5, is_causal=True) < 0.9
