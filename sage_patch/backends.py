@@ -59,9 +59,7 @@ def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
     return "head_dim" if call.head_dim > 1024 else None
 
 
-def _compiled_why_not(
-    recipe: Recipe, call: Call, fp16_head_dim: int = 256, has_exponents: bool = False
-) -> str | None:
+def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256, has_exponents: bool = False) -> str | None:
     """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V; has_exponents: duo, chord."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"

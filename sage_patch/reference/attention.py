@@ -275,7 +275,9 @@ def _by_bits(
     if band is not None:
         plain &= band.all(-1)
     near = (x.amin(-1) > -exponent.REACH_LIMIT) & (top.abs() < exponent.FURTHEST)
-    return (exponent.all_of(plain[..., None], 64) & exponent.all_of(near[..., None], exponent.WARP_ROWS))[..., :count, :]
+    return (exponent.all_of(plain[..., None], 64) & exponent.all_of(near[..., None], exponent.WARP_ROWS))[
+        ..., :count, :
+    ]
 
 
 def _p_by_bits(x: Tensor, exp: str) -> Tensor:

@@ -85,9 +85,7 @@ def test_masks(exp: str, d: int, kind: str) -> None:
     share = like_the_emulator(exp, q, k, v, d**-0.5, **options) if kind != "softcap" else 0.5
     assert share >= (0.15 if kind == "window" else 0.4)
     if kind == "softcap":  # all of its tiles are float logits
-        got, want = (
-            forward(q, k, v, scale=d**-0.5, recipe=r, extras=Extras(**options))[0] for r in (named(exp), FP8)
-        )
+        got, want = (forward(q, k, v, scale=d**-0.5, recipe=r, extras=Extras(**options))[0] for r in (named(exp), FP8))
         assert torch.equal(got, want)
 
 
