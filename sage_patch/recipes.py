@@ -38,7 +38,7 @@ class Recipe:
         output.
     rotate: "hadamard": Q and K are multiplied by a Hadamard matrix after smoothing and before quantization, which
         spreads outlier channels over all of them and changes no score (reference/rotation.py).
-    exp: how 2^x is formed on its way to E4M3: "exact" in float32; by integer arithmetic "duo", two chords, to 0.5 % rms,
+    exp: how 2^x is formed on its way to E4M3: "exact" in float32; by integer arithmetic "duo", two chords, to 0.5 %,
         or "chord", one, within 6 %: in tiles of integer scores that are seen whole, exactly elsewhere (edges of masks,
         additive masks, softcap) and where scores are too far apart. Only with P in fp8, INT8, and Q's mean kept.
     granularity: how many tokens share one INT scale; "thread" is the paper's per-thread grouping (section 3.2).

@@ -47,7 +47,7 @@ def near_tiles(scores: Tensor, steps: Tensor, m: Tensor, reach: Tensor, k_scale:
 
 
 def all_of(x: Tensor, size: int) -> Tensor:
-    """bool [.., q_len, tiles] -> whether all rows of the row's `size` have it; rows that do not exist count as having."""
+    """bool [.., q_len, tiles] -> whether all rows of the row's `size` have it, as far as they exist."""
     q_len = x.shape[-2]
     groups = (q_len + size - 1) // size
     x = torch.nn.functional.pad(x, (0, 0, 0, groups * size - q_len), value=True).unflatten(-2, (groups, size))
