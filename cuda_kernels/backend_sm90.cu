@@ -29,6 +29,7 @@ const Backend sm90 = {
     pages_stats_bytes,
     launch_pages_attend,
     128,
+    true,
 };
 
 }  // namespace sage2

@@ -53,13 +53,17 @@ class Backend:
 
 
 def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
+    if not recipe.has_exponent:
+        return "variant"
     # INT8 products of up to 1,024 channels are exact in the float32 matmul that the reference uses.
     return "head_dim" if call.head_dim > 1024 else None
 
 
-def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> str | None:
-    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V."""
+def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256, has_exponents: bool = False) -> str | None:
+    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V; has_exponents: duo, chord."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
+        return "variant"
+    if recipe.exp != "exact" and not (has_exponents and recipe.has_exponent):
         return "variant"
     if recipe.rotate != "none" or recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
         return "variant"
@@ -74,7 +78,7 @@ def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> s
 
 def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
     """The Hopper kernel's FP16 P V takes 128 channels."""
-    return _compiled_why_not(recipe, call, fp16_head_dim=128)
+    return _compiled_why_not(recipe, call, fp16_head_dim=128, has_exponents=True)
 
 
 def _without_fp8_why_not(recipe: Recipe, call: Call) -> str | None:

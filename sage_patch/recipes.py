@@ -15,6 +15,7 @@ from sage_patch.errors import SagePatchError
 
 Smooth = Literal["none", "k", "q", "qk"]
 Rotate = Literal["none", "hadamard"]
+Exponent = Literal["exact", "duo", "chord"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
 QK_BITS = (4, 8)  # widths of Q and K that are computed
@@ -37,6 +38,9 @@ class Recipe:
         output.
     rotate: "hadamard": Q and K are multiplied by a Hadamard matrix after smoothing and before quantization, which
         spreads outlier channels over all of them and changes no score (reference/rotation.py).
+    exp: how 2^x is formed on its way to E4M3: "exact" in float32; by integer arithmetic "duo", two chords, to 0.5 %,
+        or "chord", one, within 6 %: in tiles of integer scores that are seen whole, exactly elsewhere (edges of masks,
+        additive masks, softcap) and where scores are too far apart. Only with P in fp8, INT8, and Q's mean kept.
     granularity: how many tokens share one INT scale; "thread" is the paper's per-thread grouping (section 3.2).
     tiling: whose thread layout "warp" and "thread" mean: mma.sync (128x64 tiles, 32 rows a warp) or
         wgmma (128 keys a tile, 16 rows a warp).
@@ -57,6 +61,7 @@ class Recipe:
     smooth: Smooth = "none"
     smooth_v: bool = False
     rotate: Rotate = "none"
+    exp: Exponent = "exact"
     granularity: Granularity = "thread"
     tiling: Tiling = "wgmma"
     self_test_bound: float | None = field(default=None, compare=False)
@@ -73,6 +78,11 @@ class Recipe:
     @property
     def is_exact(self) -> bool:
         return self.qk_bits == 0
+
+    @property
+    def has_exponent(self) -> bool:
+        """Its scores are integers that its `exp` can take."""
+        return self.exp == "exact" or (self.pv == "fp8" and self.qk_bits == 8 and not self.smooth_q)
 
     @property
     def smooth_q(self) -> bool:
@@ -118,6 +128,7 @@ _VARIANT_FIELDS: dict[str, tuple[str, ...]] = {
     "smooth": ("none", "k", "q", "qk"),
     "smooth_v": ("on", "off"),
     "rotate": ("none", "hadamard"),
+    "exp": ("exact", "duo", "chord"),
     "granularity": ("tensor", "block", "warp", "thread", "token"),
     "tiling": ("mma", "wgmma"),
 }

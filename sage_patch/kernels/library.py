@@ -28,12 +28,16 @@ from sage_patch.recipes import Recipe, UnsupportedCall
 # What sage2.h says in numbers; tests/kernels/test_layout.py compares them.
 VERSION = 5
 ERRORS = {"ARGUMENT": 1, "UNSUPPORTED": 2, "WORKSPACE": 3, "DEVICE": 4, "CUDA": 5}
-FLAGS = {"CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32}
+FLAGS = {
+    "CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32,
+    "EXP_DUO": 128, "EXP_CHORD": 256,
+}  # fmt: skip
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PV = {"fp8": 0, "fp16": 1}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
-_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q = FLAGS.values()
+_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q, _DUO, _CHORD = FLAGS.values()
 _BITS = {8: 0, 4: _INT4}
+_EXP = {"exact": 0, "duo": _DUO, "chord": _CHORD}
 
 # struct Sage2Args of sage2.h in two pieces: what is the same whenever a call is repeated with other tensors of the same
 # kind, and where these tensors and the workspace lie.
@@ -317,7 +321,8 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe)
         + recipe.smooth_v * _SMOOTH_V
         + (not recipe.smooth_k) * _NO_SMOOTH_K
         + _BITS[recipe.qk_bits]
-        + recipe.smooth_q * _SMOOTH_Q,
+        + recipe.smooth_q * _SMOOTH_Q
+        + _EXP[recipe.exp],
         device=index, capability=capability, dtype=code, recipe=PV[recipe.pv],
         batch=items, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
         v_head_dim=width, scale=args.scale,
