@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sage_patch import backends
 from sage_patch.args import Args, scale_for, schema
-from sage_patch.kernels import plain, shared, torch_private
+from sage_patch.kernels import fa3, plain, shared, torch_private
 from sage_patch.kernels.stopwatch import Stopwatch
 from sage_patch.recipes import parse_recipe
 
@@ -167,11 +167,16 @@ def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor
     scale = scale_for(args.scale, query.shape[-1])
     if args.scale is None:
         args = args._replace(scale=scale)
-    backend = "exact" if recipe.is_exact else backend_for(query.device)
+    if not recipe.is_exact:
+        backend = backend_for(query.device)
+    else:
+        backend = "exact" if args.exact_backend == "torch" else fa3.backend_for(query, key, value, args)
     add_count(CallKey(args.site, args.recipe, backend, args.reason))
     for observer in _OBSERVERS:
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
         observer(ObservedCall(args.site, query, key, value, seen, scale, args.left, args.right, args.top_left))
+    if backend == fa3.NAME:
+        return fa3.forward(query, key, value, args), None
     if recipe.is_exact:
         return plain.forward(query, key, value, args, recipe)
     # The envelope has let nothing else through than what the backend takes.
