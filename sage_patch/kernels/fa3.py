@@ -18,7 +18,7 @@ from sage_patch.errors import SagePatchError
 from sage_patch.kernels.plain import in_layout
 
 NAME = "fa3"  # what is counted
-# (the module with flash_attn_func, the one that says what was compiled into it): of fa3-fwd, of FlashAttention's own build
+# (the module with flash_attn_func, what was compiled into it): of fa3-fwd, and of FlashAttention's own build
 MODULES = (("fa3_fwd_interface", "fa3_fwd_config"), ("flash_attn_interface", "flash_attn_config"))
 
 
@@ -62,19 +62,14 @@ def backend_for(query: Tensor, key: Tensor, value: Tensor, args: Args) -> str:
 
 def why_not(query: Tensor, key: Tensor, value: Tensor, args: Args) -> str:
     """The word for what its kernels do not take of an exact call, "" if they take it. Static facts only."""
-    heads, kv_heads, q_len, kv_len, head_dim = (
-        query.shape[1],
-        key.shape[1],
-        query.shape[2],
-        key.shape[2],
-        query.shape[3],
-    )
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
     half = query.dtype == torch.bfloat16 or (query.dtype == torch.float16 and find().takes_fp16)
     found = {
         "device": not is_served(query.device),
         "dtype": not half or not query.dtype == key.dtype == value.dtype,
         "head_dim": head_dim > 256 or head_dim % 8 != 0 or value.shape[3] != head_dim,
-        "heads": key.shape[0] != query.shape[0] or kv_heads == 0 or heads % kv_heads != 0,
+        "heads": key.shape[0] != batch or kv_heads == 0 or heads % kv_heads != 0,
         "empty": query.numel() == 0 or key.numel() == 0,
         "mask": args.attn_mask is not None or args.kv_lens is not None,
         "varlen": args.cu_seqlens_q is not None,
