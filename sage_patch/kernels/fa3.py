@@ -49,8 +49,8 @@ def find() -> Fa3:
             flags = {}
         return Fa3(attend, not flags.get("FLASHATTENTION_DISABLE_FP16", False))
     raise Fa3Missing(
-        f"FlashAttention-3 is not installed ({'; '.join(failures)}): pip install fa3-fwd on a machine with a Hopper GPU, "
-        'or leave exact_backend at "torch"'
+        f"FlashAttention-3 is not installed ({'; '.join(failures)}): pip install fa3-fwd on a machine with a Hopper "
+        'GPU, or leave exact_backend at "torch"'
     )
 
 
