@@ -99,9 +99,10 @@ def breaks_even(recipe: Recipe, call: Call) -> bool:
     it the rewriting of K and V (which grows with kv_len, while what it saves grows with q_len) and the start of a
     kernel cost more than the faster products save. So both lengths must reach L, and the call must hold as much work,
     batch x heads x q_len x kv_len, as the measured one: few heads need longer sequences. One measured point that the
-    call reaches is enough (crossover.points sees to it that they agree). A recipe without any breaks even.
+    call reaches is enough (crossover.points sees to it that they agree). Variants go by their recipe's lengths; a
+    recipe without any breaks even.
     """
-    points = dict(call.crossover).get(recipe.name)
+    points = dict(call.crossover).get(recipe.name.partition(":")[0])
     return points is None or any(_reaches(call, heads, length) for heads, length in points)
 
 

@@ -24,16 +24,18 @@ _OLDER = ("timestamp", "clocks.sm", "power.draw")  # of drivers that know no pow
 @dataclass(frozen=True)
 class Timing:
     """How long things take. rest: seconds before a burst. calls: of a burst, fewer where they would take longer than
-    `longest` seconds. sustained: seconds of calls behind the burst, of which the second half is timed; 0: none."""
+    `longest` seconds, but `fewest`. sustained: seconds of calls, the burst among them, of which the second half is
+    timed; 0: none."""
 
     rest: float = 0.5
     calls: int = 20
     longest: float = 0.5
+    fewest: int = 2
     sustained: float = 1.5
 
     def seconds(self, is_sustained: bool = True) -> float:
         """Of one figure, about, for plans: the calls of a burst are usually short."""
-        return self.rest + 0.1 + (self.sustained + 0.05 if is_sustained else 0.0)
+        return self.rest + 0.1 + (self.sustained if is_sustained else 0.0)
 
 
 class Figure(NamedTuple):
@@ -49,7 +51,7 @@ class Figure(NamedTuple):
 def measure(run: Callable[[], object], timing: Timing, is_sustained: bool = True) -> Figure:
     """Time a candidate on the current CUDA device. It has run before, so that nothing is built or loaded here."""
     one = _elapsed_ms(run, 1)  # whatever is cold, and how many calls fit
-    calls = max(2, min(timing.calls, int(1e3 * timing.longest / max(one, 1e-3))))
+    calls = max(timing.fewest, min(timing.calls, int(1e3 * timing.longest / max(one, 1e-3))))
     time.sleep(timing.rest)
     began = time.time()
     burst = _elapsed_ms(run, calls) / calls
@@ -57,7 +59,8 @@ def measure(run: Callable[[], object], timing: Timing, is_sustained: bool = True
     if not is_sustained or not timing.sustained:
         return Figure(burst, None, burst_span, None)
     half = max(1, round(1e3 * timing.sustained / 2 / max(burst, 1e-3)))
-    _elapsed_ms(run, half)
+    if half > calls:  # the rest of the first half
+        _elapsed_ms(run, half - calls)
     began = time.time()
     sustained = _elapsed_ms(run, half) / half
     return Figure(burst, sustained, burst_span, (began, time.time()))
