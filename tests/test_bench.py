@@ -312,6 +312,9 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     assert quantized.rows == (("128 full 8192, 1 x 32 heads", "fa3", "1.220 x", "met"),)
     old = {"rows": [{k: v for k, v in row.items() if k != "burst"}]}  # recorded in blocks: says nothing of either
     assert {line[-1] for line in targets.targets_tables(old, {}, None)[0].rows} == {"not measured"}
+    errors = {"sage2_op": {"rel_l1": 0.0384}, "sage2_exp_exact_op": {"rel_l1": 0.038}}
+    line = targets.targets_tables({"rows": [row | {"errors": errors}]}, {}, None)[0].rows[-1]
+    assert line[2:] == ("<= 1.02 x", "1.011 x", "1.011 x", "met")
     assert any(t.most_error for t in targets.TARGETS) and len(targets.TARGETS) == 30
 
 

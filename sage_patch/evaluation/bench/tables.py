@@ -58,9 +58,9 @@ def bench_tables(result: dict[str, Any]) -> list[Table]:
     if result.get("cut_short"):
         note += f" Cut short by --budget: {result['cut_short']}."
     heads = ("<D, mask, tokens", *(h for h, _ in columns.values()))
-    lines = tuple((_shape(row), *(_speed(row, c) for c in columns)) for row in rows)
+    lines = tuple((_shape(row), *(speed(row, c) for c in columns)) for row in rows)
     found = [Table("TOPS = 4 B H q kv D / t, halved for causal", heads, lines, note)]
-    wrong = tuple((_shape(row), *(_error(row, c) for c in columns)) for row in rows)
+    wrong = tuple((_shape(row), *(error(row, c) for c in columns)) for row in rows)
     found.append(Table("Relative L1 error against float64", heads, wrong))
     if any(row.get("card") for row in rows):
         read = tuple((_shape(row), *(_card(row, c) for c in columns)) for row in rows)
@@ -148,7 +148,7 @@ def _shape(row: dict[str, Any]) -> str:
     return describe(row) if "burst" in row else describe(row).partition(",")[0]
 
 
-def _speed(row: dict[str, Any], column: str) -> str:
+def speed(row: dict[str, Any], column: str) -> str:
     """ "885 / 924": sustained and as a burst, of whichever there is."""
     sustained, burst = row.get(column), row.get("burst", {}).get(column)
     if burst is None:
@@ -161,6 +161,6 @@ def _card(row: dict[str, Any], column: str) -> str:
     return f"{read['clock_mhz']:.0f} / {read['power_w']:.0f}" if read else ""
 
 
-def _error(row: dict[str, Any], column: str) -> str:
+def error(row: dict[str, Any], column: str) -> str:
     found = row.get("errors", {}).get(column)
     return f"{found['rel_l1']:.4f}" if found else ""
