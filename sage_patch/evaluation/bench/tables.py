@@ -44,7 +44,7 @@ def columns_of(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def bench_tables(result: dict[str, Any]) -> list[Table]:
     """TOPS by shape, errors, clock and power, the host's cost of a call, and what could not run."""
-    rows, columns = result["rows"], columns_of(result)
+    rows, columns = sorted(result["rows"], key=_order), columns_of(result)
     facts = result["environment"]
     how = "Sustained / burst: the second half of 1.5 s of calls, and 20 calls after half a second of rest"
     if all("burst" not in row for row in rows):
@@ -141,6 +141,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Shapes of a table that differ in their length alone stand together."""
+    heads = row["num_heads"], row["num_kv_heads"], row["batch"] if "burst" in row else 0
+    return row.get("name", ""), -row["head_dim"], row["is_causal"], *heads, row["q_len"]
 
 
 def _shape(row: dict[str, Any]) -> str:
