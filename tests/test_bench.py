@@ -230,6 +230,41 @@ def test_what_the_kernels_do_not_compute_is_said(monkeypatch: pytest.MonkeyPatch
     assert "variant" in why_null["sage2_granularity_block_op"] and "sage2_granularity_block_kernel" in why_null
 
 
+def test_ours_are_the_whole_call_its_kernel_and_its_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each recipe under its own column, with its own flags; the preparation once."""
+    ran: list[tuple[str, str]] = []
+
+    class Call_:
+        def __init__(self, query: Any, key: Any, value: Any, args: Any, recipe: Any) -> None:
+            self.recipe, self.out = recipe.name, torch.zeros(1)
+
+        def prepare(self) -> None:
+            ran.append(("prepare", self.recipe))
+
+        def forward(self) -> None:
+            ran.append(("kernel", self.recipe))
+
+    def forward(query: Any, key: Any, value: Any, args: Any, recipe: Any) -> Any:
+        assert args.right == 0 and args.scale == 64**-0.5
+        ran.append(("op", recipe.name))
+        return torch.zeros(1), None
+
+    monkeypatch.setattr(bench.library, "Call", Call_)
+    monkeypatch.setattr(bench.library, "forward", forward)
+    q = torch.randn(1, 2, 64, 64).bfloat16()
+    names = ["qk_int8_pv_fp8", "qk_int8_pv_fp8:smooth_v=off", "qk_int8_pv_fp16"]
+    plan = plans.Plan([], names, ["sdpa_default"])
+    found, why_null = bench._candidates(q, q, q, shapes.Shape(64, True, 64, recipes=("qk_int8_pv_fp8",)), plan)
+    columns = ["sage2_op", "sage2_kernel", "sage2_prepare", "sage2_smooth_v_off_op", "sage2_smooth_v_off_kernel"]
+    assert list(found) == [*columns, "sdpa_default"] and not why_null
+    ran.clear()
+    for candidate in found.values():
+        candidate()
+    assert ran == [(c.rpartition("_")[2], names["smooth" in c]) for c in columns]
+    whole, _ = bench._candidates(q, q, q, shapes.Shape(64, True, 64), plans.Plan([], names, [], is_crossover=True))
+    assert list(whole) == ["sage2_op", "sage2_smooth_v_off_op", "sage2_pv_fp16_op"]
+
+
 def test_a_crossover_looks_no_further_than_it_pays(bench_here: None) -> None:
     found = shapes.crossover([64], [128, 256, 512, 1024], ["full"])
     assert [(s.columns()["batch"], s.length) for s in found[:4]] == [(1, 1024), (1, 512), (1, 256), (1, 128)]

@@ -10,7 +10,7 @@ from sage_patch.backends import CROSSOVER_HEADS
 from sage_patch.errors import SagePatchError
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
-CROSSOVER_LENGTHS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+CROSSOVER_LENGTHS = (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
 
 
 class BenchError(SagePatchError, ValueError):
@@ -155,10 +155,12 @@ def preset(name: str) -> list[Shape]:
 
 
 def crossover(head_dims: Iterable[int], lengths: Sequence[int], masks: Iterable[str]) -> list[Shape]:
-    """For the table of break-even lengths: 128 heads and one item of 32, of each the longest sequences first."""
+    """For the table of break-even lengths: one item of 32 heads, and 128 heads up to 8192 tokens (batch 0 has fewer
+    above), of each the longest sequences first."""
     shapes = [
         replace(shape, batch=batch, crossover_heads=batch * 32 or CROSSOVER_HEADS)
         for batch in (0, 1)
         for shape in grid(head_dims, lengths, masks)
+        if batch or shape.length <= 8192
     ]
     return sorted(shapes, key=lambda s: (-s.head_dim, s.is_causal, s.crossover_heads, -s.length))
