@@ -99,13 +99,20 @@ CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
 def breaks_even(recipe: Recipe, call: Call) -> bool:
     """Is the whole quantized call at least as fast as exact attention, by the break-even lengths in `call`?
 
-    A length L was measured with q_len = kv_len = L and batch x heads = CROSSOVER_HEADS. Below it the rewriting of K
-    and V (which grows with kv_len, while what it saves grows with q_len) and the start of a kernel cost more than the
-    faster products save. So both lengths must reach L, and the call must hold as much work, batch x heads x q_len x
-    kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
+    A length L was measured with q_len = kv_len = L and so many heads (batch x heads: CROSSOVER_HEADS, and fewer). Below
+    it the rewriting of K and V (which grows with kv_len, while what it saves grows with q_len) and the start of a
+    kernel cost more than the faster products save. So both lengths must reach L, and the call must hold as much work,
+    batch x heads x q_len x kv_len, as the measured one: few heads need longer sequences. One measured point that the
+    call reaches is enough (crossover.points sees to it that they agree). Variants go by their recipe's lengths; a
+    recipe without any breaks even.
     """
-    length = dict(call.crossover).get(recipe.name, 0)
-    work = CROSSOVER_HEADS * length * length
+    points = dict(call.crossover).get(recipe.name.partition(":")[0])
+    return points is None or any(_reaches(call, heads, length) for heads, length in points)
+
+
+def _reaches(call: Call, heads: int, length: int) -> bool:
+    """Whether both lengths of a call, and its work, are at least those of a measured one."""
+    work = heads * length * length
     # The work first: of symbolic lengths each question that is asked becomes a condition of the graph. No call holds
     # as much as 2^62, and no symbol could be compared with it.
     if work >= 1 << 62 or call.batch * call.num_heads * call.q_len * call.kv_len < work:

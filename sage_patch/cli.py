@@ -200,54 +200,67 @@ def calibrate(
 
 @app.command()
 def bench(
-    head_dims: Annotated[str, typer.Option(metavar="D,...", help="Head dimensions, up to 256.")] = "128,64",
-    lengths: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Sequence lengths.  [default: 1024 to 32768; crossover: 256 up]")
-    ] = None,
+    preset: Annotated[
+        str, typer.Option(help="kernels, lengths, cudnn_fp8, models, smoke.  [default: kernels, or all given below]")
+    ] = "",
+    head_dims: Annotated[str, typer.Option(metavar="D,...", help="Head dimensions, up to 256.")] = "",
+    lengths: Annotated[str, typer.Option(metavar="N,...", help="Sequence lengths.")] = "",
     masks: Annotated[str, typer.Option(metavar="MASK,...", help="full, causal")] = "full,causal",
     recipes: Annotated[
-        str, typer.Option(metavar="RECIPE,...", help="Recipes that a kernel computes.")
+        str, typer.Option(metavar="RECIPE,...", help="Recipes that a kernel computes, and variants of them.")
     ] = "qk_int8_pv_fp8,qk_int8_pv_fp16",
     batch: Annotated[int, typer.Option(min=0, help="0: as many as make batch x heads 128, fewer above 8192.")] = 0,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    heads: Annotated[int, typer.Option(min=0, help="Query heads; 0: 32.")] = 0,
     kv_heads: Annotated[int, typer.Option(min=0, help="Key and value heads; 0: as many as query heads.")] = 0,
-    peers: Annotated[bool, typer.Option(help="Also time FlashAttention and cuDNN, where installed.")] = True,
-    seconds: Annotated[float, typer.Option(help="Begin no new shape after so many seconds.")] = 600.0,
+    peers: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Others to time, where installed; none.  [default: all]")
+    ] = "",
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="Leave shapes out, the least important first.")
+    ] = 300.0,
     crossover: Annotated[
         bool, typer.Option("--crossover", help="Measure from which length quantizing pays on this card.")
     ] = False,
     table: Annotated[
         Path | None, typer.Option(help="Write the card's crossover lengths here, not into the user's cache.")
     ] = None,
+    gate: Annotated[
+        Path | None, typer.Option(help="A bench.json: fail where a ratio to a peer is lower than there.")
+    ] = None,
+    gate_percent: Annotated[float, typer.Option(min=0, help="By how much it may be lower.")] = 5.0,
     output: Annotated[
         Path | None, typer.Option("--output", "--out", help="Folder for bench.json, bench.md and bench.png.")
     ] = None,
     plot: Annotated[bool, typer.Option(help="Draw bench.png.")] = True,
 ) -> None:
-    """Time the compiled kernels on this GPU, beside other attention kernels."""
+    """Time the compiled kernels on this GPU, as a burst and sustained, beside other attention kernels."""
     with _clean_errors():
+        from sage_patch.evaluation.bench import gate as gates
         from sage_patch.evaluation.bench import measure as benchmark
+        from sage_patch.evaluation.bench import plans
         from sage_patch.evaluation.bench.tables import bench_tables, crossover_table, write_bench
         from sage_patch.evaluation.tables import show
         from sage_patch.kernels import crossover as crossovers
 
-        numbers = benchmark.CROSSOVER_LENGTHS if crossover else benchmark.LENGTHS
-        plan_ = benchmark.plan(
-            head_dims=benchmark.numbers("--head-dims", head_dims),
-            lengths=benchmark.numbers("--lengths", lengths) if lengths else numbers,
+        plan_ = plans.plan(
+            preset_name=preset,
+            head_dims=plans.numbers("--head-dims", head_dims),
+            lengths=plans.numbers("--lengths", lengths),
             masks=masks.split(","),
-            recipes=recipes.split(","),
             heads={"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads},
-            peers=crossovers.EXACT_PEERS if crossover else tuple(benchmark.PEERS) if peers else (),
-            seconds=seconds,
+            recipes=plans.names(recipes),
+            peers=peers.split(",") if peers else [],
+            is_crossover=crossover,
+            seconds=budget,
             note={"command": _command()},
         )
+        committed = gates.read(gate) if gate is not None else None
         benchmark.require_gpu()
         if output is not None:
             _folder(output)
         console = _console()
         with _progress(console, loads_models=False) as progress:
-            result = benchmark.run(plan_, progress)
+            result = benchmark.run(plan_, progress, _say)
         show(bench_tables(result), console)
         if crossover:
             name, card = benchmark.crossover_card(result)
@@ -257,6 +270,11 @@ def bench(
             _say(f"wrote {path}")
         if output is not None:
             _say(f"wrote {', '.join(map(str, write_bench(output, result, plot)))}")
+        if committed is not None:
+            slower, compared = gates.slower(result, committed, gate_percent)
+            _say("\n".join([f"{compared} ratios compared with {gate}, {len(slower)} lower", *slower]))
+            if slower:
+                raise typer.Exit(1)
 
 
 @app.command()

@@ -18,7 +18,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -34,32 +34,37 @@ from sage_patch.integrations.steps import StepClock, StepSwitch, scheduler_probl
 from sage_patch.integrations.tags import TAG, SiteTag
 from sage_patch.integrations.transformers import OwnAttentionError, register
 from sage_patch.integrations.unreached import Unreached, unreached_modules
-from sage_patch.kernels import ops
+from sage_patch.kernels import fa3, ops
 from sage_patch.policy import Plan, Policy, PolicyError, resolve
-from sage_patch.recipes import parse_recipe, recipe_names
+from sage_patch.recipes import ExactBackend, parse_recipe, recipe_names
 
 _HANDLE_NUMBERS = itertools.count(1)
 Given = Policy | str | os.PathLike | Mapping[str, Any] | None
 
 
-def apply(model: Any, policy: Given = None) -> Handle:
+def apply(model: Any, policy: Given = None, *, exact_backend: ExactBackend | None = None) -> Handle:
     """Patch a model in place so that its attention runs under `policy`.
 
     model: any nn.Module whose attention can be reached (docs/apply.md), or a diffusers pipeline, of which the denoising
     models are patched. policy: a Policy, the name of a recipe, the path of a policy file, a mapping of that form, or
-    None for the default. The handle reverts the patch, also as a context manager. Everything is checked before anything
-    changes. Raises PatchError if the model is compiled, already patched or has nothing to patch, OwnAttentionError if
-    it attends in its own code, PolicyError if the policy does not fit or was calibrated on another model, ConfigError
-    for a wrong policy file, and kernels.build.BuildError if the model is on a GPU whose kernels can neither be found
-    nor compiled.
+    None for the default. exact_backend: in place of the policy's own, "torch" or "fa3": exact calls then run on
+    FlashAttention-3 where it takes them. The handle reverts the patch, also as a context manager. Everything is checked
+    before anything changes. Raises PatchError if the model is compiled, already patched or has nothing to patch,
+    OwnAttentionError if it attends in its own code, PolicyError if the policy does not fit or was calibrated on another
+    model, ConfigError for a wrong policy file, kernels.build.BuildError if the model is on a GPU whose kernels can
+    neither be found nor compiled, and kernels.fa3.Fa3Missing if FlashAttention-3 is asked for and cannot be imported.
     """
     with LOCK:
         found = _inspect(model)
         policy = policy_of(policy)
+        if exact_backend is not None:
+            policy = replace(policy, exact_backend=exact_backend)
         plan = _resolve(model, policy, found)
         devices = {parameter.device for root in found.roots for parameter in root.parameters()}
         for device in devices:
             ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
+        if policy.exact_backend == fa3.NAME:
+            fa3.find()
         token = f"h{next(_HANDLE_NUMBERS)}/"
         handle = Handle(plan, token, found.parts, found.unreached)
         styles = mask_styles([(s.site, s.module) for s in found.routed]) if found.routed else {}
@@ -90,9 +95,9 @@ def apply(model: Any, policy: Given = None) -> Handle:
 
 
 @contextlib.contextmanager
-def applied(model: Any, policy: Given = None) -> Iterator[Handle]:
+def applied(model: Any, policy: Given = None, *, exact_backend: ExactBackend | None = None) -> Iterator[Handle]:
     """apply() for the length of a with-block; reverts on exit, exceptions included."""
-    with apply(model, policy) as handle:
+    with apply(model, policy, exact_backend=exact_backend) as handle:
         yield handle
 
 
@@ -262,5 +267,6 @@ def _tag(site: Site, plan: Plan, policy: Policy, handle: Handle, styles: dict[in
         original=getattr(config, "_attn_implementation", None) or "",
         style=styles.get(id(config), "implicit"),
         by_processor=len(site.carriers) > 1,
+        exact_backend=policy.exact_backend,
         handle=handle,
     )

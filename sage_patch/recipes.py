@@ -18,6 +18,7 @@ Rotate = Literal["none", "hadamard"]
 Exponent = Literal["exact", "duo", "chord"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
+ExactBackend = Literal["torch", "fa3"]  # what computes exact calls
 QK_BITS = (4, 8)  # widths of Q and K that are computed
 
 
@@ -204,7 +205,8 @@ class Call(NamedTuple):
     needs_grad: bool = False
     training: bool = False  # part of a training step (dispatch.is_training), whether or not it needs a gradient itself
     batch: int = 1
-    crossover: tuple[tuple[str, int], ...] = ()  # the card's measured break-even length of each recipe
+    # The card's measured break-even lengths of each recipe: ((batch x heads, length), ...)
+    crossover: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
 
 
 @dataclass(frozen=True)

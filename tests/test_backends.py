@@ -156,7 +156,7 @@ def test_a_recipe_without_a_bound_fails_the_self_test(monkeypatch: pytest.Monkey
 
 
 def test_what_follows_from_the_rows() -> None:
-    from sage_patch.evaluation.bench.measure import RECIPES as TIMED
+    from sage_patch.evaluation.bench.plans import RECIPES as TIMED
     from sage_patch.kernels.crossover import OPS
 
     assert LADDER == ("qk_int4_pv_fp8", "qk_int8_pv_fp8", "qk_int8_pv_fp16", "exact")

@@ -155,6 +155,7 @@ def sage2_attention_forward(
         out_layout="NHD",
         guard_rows=False,
         training=module.training,
+        exact_backend=tag.exact_backend,
     )
     if output_attentions:
         out, weights = attend_with_weights(query, key, value, options, site)

@@ -69,7 +69,7 @@ def frontier(benches: list[Node], models: list[Node], runs: list[Node]) -> list[
     charts: list[Block] = []
     wholes: list[Block] = []
     for bench in benches:
-        cases = list(bench["rows"])
+        cases = [row for row in bench["rows"] if row.get("sdpa_default")]
         for head_dim, causal in sorted({(r["head_dim"].value, r["is_causal"].value) for r in cases}, reverse=True):
             same = [r for r in cases if (r["head_dim"].value, r["is_causal"].value) == (head_dim, causal)]
             row = max(same, key=lambda r: r["kv_len"].value)
