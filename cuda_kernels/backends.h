@@ -19,6 +19,7 @@ struct Backend {
   size_t (*stats_bytes)(const PageParams &p);
   cudaError_t (*attend)(const PageParams &p, cudaStream_t stream);
   int fp16_head_dim;  // the widest heads with FP16 P V
+  bool fp16_sums;     // takes Params::fp16_sums
 };
 
 // The backend of devices of this compute capability (10 * major + minor) whose machine code this library holds, or null

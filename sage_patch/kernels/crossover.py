@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sage_patch import card_model
 from sage_patch.errors import SagePatchError
 from sage_patch.kernels import build
 from sage_patch.recipes import RECIPES
@@ -57,9 +58,12 @@ def _cached_table(index: int) -> Table:
 
 
 def card_of(name: str) -> Card:
-    """The entry of the card of this name: the user's measurement, else the packaged one, else the generic one."""
+    """The entry of the card of this name: the user's measurement, else the packaged one, else what is predicted for it,
+    else the generic one."""
     packaged = read(build.HERE / "crossover.json")
-    return read(user_table()).get(name) or packaged.get(name) or packaged["default"]
+    return (
+        read(user_table()).get(name) or packaged.get(name) or card_model.break_even_lengths(name) or packaged["default"]
+    )
 
 
 def table_of(card: Card) -> Table:
