@@ -65,11 +65,12 @@ def registers(log: str) -> dict[tuple[int, int, int, bool], int]:
     return found
 
 
-def shared_bytes(dim: int, product: int, packed: bool, threads: int) -> int:
+def shared_bytes(dim: int, product: int, family: int, packed: bool, threads: int) -> int:
     """MmaConfig::bytes of mma_tile.cuh: Q, two stages of 64 keys, scales, dots and what a warp notes."""
     row, channels = dim // 2 if packed else dim, min(dim, 128)
     stage = 64 * row + 64 * channels * (1 if product >= machine_code.FP8 else 2)
-    return 128 * row + 2 * stage + 8 * 128 + threads // 32 * 16
+    vectors = 1 if family == machine_code.DENSE else 2
+    return 128 * row + 2 * stage + vectors * 4 * 128 + threads // 32 * 16
 
 
 def count(
@@ -93,7 +94,7 @@ def count(
     return {
         "head_dim": dim, "bits": 4 if packed else 8, "pv": pv, "sums": sums, "rows": 16 * fragments,
         "warps": 8 // fragments, "registers": registers,
-        "shared_bytes": shared_bytes(dim, product, packed, 256 // fragments),
+        "shared_bytes": shared_bytes(dim, product, family, packed, 256 // fragments),
         "tensor": dict(sorted(tensor.items())), **{unit: units[unit] for unit in ("mufu", "fp32", "alu", "ldsm")},
         "other": units["other"],
     }  # fmt: skip

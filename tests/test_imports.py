@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schema": {"figures", "policy", "recipes"},
     "config": {"schema", "policy", "recipes", "yamltext"},
     "reference": {"recipes", "args"},
-    "kernels": {"recipes", "backends", "args", "card_model", "cards", "reference"},  # the reference only in plain.py: see below
+    # the reference only in plain.py: see below
+    "kernels": {"recipes", "backends", "args", "card_model", "cards", "reference"},
     "pages": {"args", "backends", "reference", "kernels"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
@@ -82,7 +83,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },  # __init__: lazily
 }
-STANDARD_LIBRARY_ONLY = {"backends", "card_model", "cards", "errors", "figures", "names", "policy", "reasons", "recipes"}
+STANDARD_LIBRARY_ONLY = {
+    "backends",
+    "card_model",
+    "cards",
+    "errors",
+    "figures",
+    "names",
+    "policy",
+    "reasons",
+    "recipes",
+}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say
 MAY_IMPORT_HUGGING_FACE = {
     "integrations/configurations",
