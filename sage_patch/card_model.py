@@ -28,7 +28,7 @@ COUNTS = Path(__file__).with_name("tile_counts.json")
 LATENCIES = (8.0, 5.5, 4.0)  # the slowest, the likely and the fastest of what was seen
 # Architecture of tile_counts.json by compute capability.
 ARCHITECTURES = {
-    (8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (10, 3): "100", (11, 0): "100",
+    (8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (10, 3): "100", (11, 0): "110",
     (12, 0): "120", (12, 1): "120",
 }  # fmt: skip
 _MACS = {"s8": 16 * 8 * 32, "s4": 16 * 8 * 64, "f16": 16 * 8 * 16, "e4m3": 16 * 8 * 32}  # of one instruction of a warp
@@ -84,7 +84,7 @@ def warps_a_scheduler(kernel: Mapping[str, Any], shared_kib: int, architecture: 
     """How many warps of this kernel a scheduler holds, by registers, shared memory and the limit of threads."""
     threads = 32 * kernel["warps"]
     registers = -(-kernel["registers"] // 8) * 8 * threads
-    most_threads = 2048 if architecture in ("80", "90a", "100") else 1536
+    most_threads = 2048 if architecture in ("80", "90a", "100", "110") else 1536
     ctas = min(65536 // registers, shared_kib * 1024 // (kernel["shared_bytes"] + 1024), most_threads // threads)
     return max(ctas, 1) * kernel["warps"] / 4
 
@@ -103,8 +103,9 @@ def tile_clocks(
         "tensor": tensor,
         "mufu": share * 8 * kernel["mufu"],
         "shared memory": share * 16 * kernel["ldsm"],
-        "issue": other + share * sum(kernel["tensor"].values()),
-        "one warp": (tensor + latency * other) / warps_a_scheduler(kernel, shared_kib, architecture),
+        "issue": other + share * (kernel["nop"] + sum(kernel["tensor"].values())),
+        "one warp": (tensor + latency * other + share * kernel["nop"])
+        / warps_a_scheduler(kernel, shared_kib, architecture),
     }
     return found | {"tile": max(found.values())}
 
@@ -123,6 +124,12 @@ def exact_clocks(card: Card, head_dim: int) -> float:
     assert card.rates is not None
     tensor = 2 * dim * _MACS["f16"] / (card.rates["f16"] / 4)
     return max(tensor, (tensor + LATENCIES[1] * EXACT_OTHER) / (3 if dim == 64 else 2))
+
+
+def exact_tops(card: Card, head_dim: int) -> float:
+    """TOPS of exact attention in 16 bits that the model takes."""
+    dim = next(d for d in (64, 128, 256) if d >= head_dim)
+    return _tops_to_clocks(card, dim, exact_clocks(card, dim))  # the relation is its own inverse
 
 
 def _tops_to_clocks(card: Card, dim: int, tops: float) -> float:

@@ -52,7 +52,7 @@ def unit_of(operation: str) -> str:
         return "mufu"
     if operation.startswith(FP32):
         return "fp32"
-    return "ldsm" if operation.startswith("LDSM") else "other"
+    return next((unit for unit in ("ldsm", "nop") if operation.startswith(unit.upper())), "other")
 
 
 def registers(log: str) -> dict[tuple[int, int, int, bool], int]:
@@ -95,7 +95,7 @@ def count(
         "head_dim": dim, "bits": 4 if packed else 8, "pv": pv, "sums": sums, "rows": 16 * fragments,
         "warps": 8 // fragments, "registers": registers,
         "shared_bytes": shared_bytes(dim, product, family, packed, 256 // fragments),
-        "tensor": dict(sorted(tensor.items())), **{unit: units[unit] for unit in ("mufu", "fp32", "alu", "ldsm")},
+        "tensor": dict(sorted(tensor.items())), **{unit: units[unit] for unit in ("mufu", "fp32", "alu", "ldsm", "nop")},
         "other": units["other"],
     }  # fmt: skip
 

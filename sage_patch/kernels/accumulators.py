@@ -12,6 +12,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from sage_patch import cards
 from sage_patch.kernels import crossover
@@ -30,9 +31,8 @@ def in_fp16(name: str) -> tuple[str, ...]:
     return () if card is None else card.fp16_sums
 
 
-def write(name: str, sums: Mapping[str, str], measured: str) -> None:
+def write(path: Path, name: str, sums: Mapping[str, str], measured: str) -> None:
     """Keep what was faster on a card. sums: {"fp8": "fp16" or "fp32", ...}; measured: how, for the reader."""
-    path = crossover.user_table()
     whole = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cards": {}}
     whole[KEY] = whole.get(KEY, {}) | {name: {"measured": measured, **sums}}
     path.parent.mkdir(parents=True, exist_ok=True)

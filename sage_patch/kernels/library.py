@@ -60,7 +60,7 @@ _lock = threading.Lock()
 _workspace_sizes: dict[tuple[int, ...], int] = {}
 _by_architecture: dict[str, ctypes.CDLL] = {}
 _by_device: dict[int, tuple[ctypes.CDLL, int]] = {}  # and the device's capability, 10 * major + minor
-_sums_in_fp16: set[tuple[int, str]] = set()  # (device, type of P and V) whose products are summed in fp16
+sums_in_fp16: set[tuple[int, str]] = set()  # (device, type of P and V) whose products are summed in fp16
 
 
 def prepare(index: int | None) -> None:
@@ -86,9 +86,9 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
             )
         found = _by_device[index] = load_for(architecture), 10 * capability[0] + capability[1]
         backend = backends.BACKENDS[backends.find("cuda", capability)]
-        _sums_in_fp16.difference_update([(index, pv) for pv in PV])
+        sums_in_fp16.difference_update([(index, pv) for pv in PV])
         if backend.has_fp16_sums:
-            _sums_in_fp16.update((index, pv) for pv in accumulators.in_fp16(torch.cuda.get_device_name(index)))
+            sums_in_fp16.update((index, pv) for pv in accumulators.in_fp16(torch.cuda.get_device_name(index)))
         if not backend.is_proven:
             try:
                 first_use.compare(backend, forward, f"cuda:{index}")
@@ -204,7 +204,7 @@ def _pack(
         + (not recipe.smooth_k) * _NO_SMOOTH_K
         + _BITS[recipe.qk_bits]
         + recipe.smooth_q * _SMOOTH_Q
-        + ((index, recipe.pv) in _sums_in_fp16) * _PV_FP16_SUMS
+        + ((index, recipe.pv) in sums_in_fp16) * _PV_FP16_SUMS
     )
     shape = (batch, heads, ks[1], q_len, ks[2], head_dim, vs[3])
     pv, items, extras = PV[recipe.pv], batch, None

@@ -42,20 +42,20 @@ def use(backend: str, index: int = 0) -> None:
 def sums_in_fp16(index: int, on: bool) -> None:
     """Whether calls on cuda:`index` ask for sums of P V in fp16."""
     pairs = {(index, pv) for pv in library.PV}
-    library._sums_in_fp16 -= pairs
+    library.sums_in_fp16.difference_update(pairs)
     if on:
-        library._sums_in_fp16 |= pairs
+        library.sums_in_fp16.update(pairs)
 
 
 @contextlib.contextmanager
 def on(backend: str, index: int = 0) -> Iterator[None]:
     """Calls on cuda:`index` run on this backend inside."""
-    before, sums = library.of_device(index), set(library._sums_in_fp16)
+    before, sums = library.of_device(index), set(library.sums_in_fp16)
     use(backend, index)
     try:
         yield
     finally:
         library._by_device[index] = before
-        library._sums_in_fp16.clear()
-        library._sums_in_fp16 |= sums
+        library.sums_in_fp16.clear()
+        library.sums_in_fp16.update(sums)
         library._workspace_sizes.clear()
