@@ -31,7 +31,7 @@ class Backend:
         None: caches on its devices are stored, and attended exactly.
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
-    card: whose cost model calibration takes on its devices.
+    card: whose measured cost model calibration takes on its devices; "": what is predicted for the card by its name.
     has_fp8: its devices multiply FP8, as the default recipe does where it can.
     has_fp16_sums: its kernels can sum P V in fp16, which some cards do twice as fast (cards.py).
     is_proven: its tests ran on a card of their own. Where they did not, the first use on a device compares its numbers
@@ -45,7 +45,7 @@ class Backend:
     pages: str | None = None
     no_gain: Rule | None = None
     architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    card: str = "ada"
+    card: str = ""
     has_fp8: bool = True
     has_fp16_sums: bool = False
     is_proven: bool = True

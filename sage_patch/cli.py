@@ -174,7 +174,7 @@ def calibrate(
     budget_minutes: Annotated[float, typer.Option(min=0.1, help="Begin no run that would end later.")] = 15.0,
     card: Annotated[
         str,
-        typer.Option(metavar="CARD", help="Whose speeds to choose by: hopper, ada.  [auto: the GPU here, else ada]"),
+        typer.Option(metavar="CARD", help='Whose speeds: hopper, ada, "L40S" ...  [auto: this GPU, else hopper]'),
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder for calibrate.json and for what was measured.")] = None,
 ) -> None:

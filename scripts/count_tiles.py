@@ -3,10 +3,10 @@
 
 python scripts/count_tiles.py --out sage_patch/tile_counts.json        needs nvcc, cuobjdump and nvdisasm, no card
 
-Compiles the dense kernels, and those of packed INT4, for each architecture, takes the loop over keys that all rows
-see, and sorts its instructions by the unit that they keep busy. What the loop skips while no row maximum moves (the
-rescaling of O) is left out. sage_patch/card_model.py reads the file; Hopper's mma.sync (90a) is there to compare the
-model with what was measured on an H200.
+Compiles the dense INT8 kernels for each architecture, takes the loop over keys that all rows see, and sorts its
+instructions by the unit that they keep busy. What the loop skips while no row maximum moves (the rescaling of O) is
+left out. sage_patch/card_model.py reads the file; Hopper's mma.sync (90a) is there to compare the model with what was
+measured on an H200. Run it after a change of these kernels, then scripts/update_cards.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import test_mma_machine_code as machine_code  # noqa: E402
 
 from sage_patch.kernels import build  # noqa: E402
 
-UNITS = {"fwd_mma": machine_code.DENSE, "fwd_mma_logits": machine_code.ADJUSTED}
+UNIT = "fwd_mma"
 PRODUCTS = {
     machine_code.FP16: ("fp16", "fp32"),
     machine_code.SPLIT: ("fp16", "fp16"),
@@ -55,32 +55,28 @@ def unit_of(operation: str) -> str:
     return next((unit for unit in ("ldsm", "nop") if operation.startswith(unit.upper())), "other")
 
 
-def registers(log: str) -> dict[tuple[int, int, int, bool], int]:
-    """(dim, product, family, packed) -> registers of a thread, from the compiler's words."""
+def registers(log: str) -> dict[tuple[int, int], int]:
+    """(dim, product) -> registers of a thread, from the compiler's words."""
     found = {}
     for part in log.split("Compiling entry function")[1:]:
         name, used = re.search(machine_code.KERNEL, part), re.search(r"Used (\d+) registers", part)
         if name and used:
-            found[int(name[1]), int(name[2]), int(name[3]), name[4] == "1"] = int(used[1])
+            found[int(name[1]), int(name[2])] = int(used[1])
     return found
 
 
-def shared_bytes(dim: int, product: int, family: int, packed: bool, threads: int) -> int:
-    """MmaConfig::bytes of mma_tile.cuh: Q, two stages of 64 keys, scales, dots and what a warp notes."""
-    row, channels = dim // 2 if packed else dim, min(dim, 128)
-    stage = 64 * row + 64 * channels * (1 if product >= machine_code.FP8 else 2)
-    vectors = 1 if family == machine_code.DENSE else 2
-    return 128 * row + 2 * stage + vectors * 4 * 128 + threads // 32 * 16
+def shared_bytes(dim: int, product: int, threads: int) -> int:
+    """MmaConfig::bytes of mma_tile.cuh: Q, two stages of 64 keys, scales, and what a warp notes."""
+    stage = 64 * dim + 64 * min(dim, 128) * (1 if product >= machine_code.FP8 else 2)
+    return 128 * dim + 2 * stage + 4 * 128 + threads // 32 * 16
 
 
-def count(
-    dim: int, product: int, family: int, packed: bool, code: list[machine_code.Instruction], registers: int
-) -> dict[str, Any] | None:
+def count(dim: int, product: int, code: list[machine_code.Instruction], registers: int) -> dict[str, Any] | None:
     """One row of the file; None for a kernel that is not compiled for this architecture."""
     if not any(machine_code.tensor_core(operation) for _, operation, _ in code):
         return None
     pv, sums = PRODUCTS[product]
-    fragments = 1 if family == machine_code.ADJUSTED or product == machine_code.SPLIT or dim > 128 else 2
+    fragments = 1 if product == machine_code.SPLIT or dim > 128 else 2
     body = [operation for _, operation, _ in machine_code.loop(code)]
     units = Counter(unit_of(operation) for operation in body)
     if product == machine_code.FP16:  # O times factors, where a maximum moved
@@ -89,31 +85,20 @@ def count(
             raise SystemExit(f"head_dim {dim}, {pv}: the loop does not hold the {skipped} products that it may skip")
         units["fp32"] -= skipped
     tensor = Counter(kind for operation in body if (kind := machine_code.tensor_core(operation)))
-    if packed and not any(kind.startswith("IMMA.16864") for kind in tensor):
-        return None  # emulated: for tests
     return {
-        "head_dim": dim, "bits": 4 if packed else 8, "pv": pv, "sums": sums, "rows": 16 * fragments,
-        "warps": 8 // fragments, "registers": registers,
-        "shared_bytes": shared_bytes(dim, product, family, packed, 256 // fragments),
-        "tensor": dict(sorted(tensor.items())), **{unit: units[unit] for unit in ("mufu", "fp32", "alu", "ldsm", "nop")},
-        "other": units["other"],
+        "head_dim": dim, "bits": 8, "pv": pv, "sums": sums, "rows": 16 * fragments, "warps": 8 // fragments,
+        "registers": registers, "shared_bytes": shared_bytes(dim, product, 256 // fragments),
+        "tensor": dict(sorted(tensor.items())),
+        **{unit: units[unit] for unit in ("mufu", "fp32", "alu", "ldsm", "nop", "other")},
     }  # fmt: skip
 
 
-def count_all(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for architecture in machine_code.ARCHITECTURES:
-        rows = found[architecture] = []
-        for unit, family in UNITS.items():
-            print(f"{unit} for sm_{architecture} ...", file=sys.stderr, flush=True)
-            used = registers(machine_code.compiled(unit, architecture, folder)[1])
-            for key, code in sorted(machine_code.kernels(unit, architecture, folder).items()):
-                dim, product, _, packed = key
-                if packed or family == machine_code.DENSE:
-                    row = count(dim, product, family, packed, code, used[key])
-                    rows += [row] if row else []
-            machine_code.kernels.cache_clear()
-    return found
+def count_one(architecture: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows of one architecture, compiled in `folder`."""
+    used = registers(machine_code.compiled(UNIT, architecture, folder)[1])
+    found = sorted(machine_code.kernels(UNIT, architecture, folder).items())
+    rows = (count(dim, product, code, used[dim, product]) for (dim, product, _, _), code in found)
+    return [row for row in rows if row is not None]
 
 
 def main() -> None:
@@ -124,7 +109,10 @@ def main() -> None:
     if nvcc is None:
         raise SystemExit("nvcc was not found")
     with tempfile.TemporaryDirectory() as folder:
-        rows = count_all(Path(folder))
+        rows = {}
+        for architecture in machine_code.ARCHITECTURES:
+            print(f"sm_{architecture} ...", file=sys.stderr, flush=True)
+            rows[architecture] = count_one(architecture, Path(folder))
     lines = json.dumps(
         {"about": __doc__.partition("\n")[0], "nvcc": build.nvcc_version(nvcc), "keys": 64, "kernels": rows}, indent=1
     )

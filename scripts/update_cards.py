@@ -88,7 +88,7 @@ def table_of_cards() -> list[str]:
         by_length = given.by_length if given else {}
         rows.append(
             line(card.name, capability, recipe.name, sums, *(by_length.get(n, "") for n in SHOWN),
-                 f"never ({reason})" if reason else length)
+                 f"exact: {reason}" if reason else length)
         )  # fmt: skip
     return rows
 

@@ -94,7 +94,7 @@ def test_it_is_chosen_by_the_cards_capability(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     devices = [torch.device("cuda", i) for i in range(4)]
     assert [ops.backend_for(d) for d in devices] == ["sm90", "twin", "twin", "none"]
-    assert [cost_model("auto", d).card for d in devices] == ["hopper", "ada", "ada", "ada"]
+    assert [cost_model("auto", d).card for d in devices] == ["hopper", "ada", "ada", "hopper"]
     assert [backends.architecture_of(c) for c in capabilities] == ["90", "86", "89", None]
     assert backends.capabilities() == "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 11.0, 12.0, 12.1"
     assert ops.backend_for(torch.device("cpu")) == "reference"

@@ -17,6 +17,7 @@ from sage_patch.recipes import AUTO, RECIPES, Call, Recipe, parse_recipe
 
 HEAD_DIMS = (64, 128, 256)
 NEVER_TIMED = "predicted, never timed on this card"
+NO_GAIN = "never faster"  # in the place of a reason: exact attention is, at any length
 _LONG = 1 << 20  # tokens: no call is too short
 
 
@@ -46,7 +47,7 @@ def why_not(card: Card, recipe: Recipe, head_dim: int) -> str | None:
         crossover=crossover.look_up(entry_of(card), head_dim, False) if backend != "none" else (),
     )  # fmt: skip
     reason = backends.why_not(recipe, call)
-    return "no_gain" if reason == "short" else reason  # at this length: never
+    return NO_GAIN if reason == "short" else reason  # at this length: at any
 
 
 def runs(card: Card, text: str, head_dim: int | None) -> str:
@@ -107,7 +108,10 @@ def card_tables(card: Card) -> list[Table]:
 
 
 def _legend(words: set[str]) -> list[str]:
-    return [f"{line}." for line in reasons.legend(words)]
+    lines = [f"{line}." for line in reasons.legend(words - {NO_GAIN})]
+    return lines + [f"{NO_GAIN}: exact attention is faster at any length, as measured or predicted."] * (
+        NO_GAIN in words
+    )
 
 
 def _facts(card: Card) -> list[tuple[str, str]]:
