@@ -111,7 +111,8 @@ def test_plan_of_a_card_alone() -> None:
     assert found.exit_code == 0, found.output
     for words in (
         "default recipe | qk_int8_pv_fp8", "fp8 in fp16, fp16 in fp16",
-        "Gain by length: predicted, never timed on this card", "| qk_int8_pv_fp8 | from", "2K | 4K | 8K | 16K | 32K | 64K | 128K",
+        "Gain by length: predicted, never timed on this card", "| qk_int8_pv_fp8 | from",
+        "2K | 4K | 8K | 16K | 32K | 64K | 128K",
     ):  # fmt: skip
         assert words in found.output, words
     old = invoke("--card", "Tesla T4").output
@@ -126,11 +127,14 @@ def test_plan_of_a_card_alone() -> None:
 
 def test_plan_of_a_model_on_a_card() -> None:
     config = str(ROOT / "configs" / "tiny.yaml")
-    found = invoke(config, "--meta", "--card", "A100 40GB")
+    found = invoke(config, "--meta", "--set", "policy.recipe=sage2", "--card", "A100 40GB")
     assert found.exit_code == 0, found.output
-    assert "on A100 40GB" in found.output and "qk_int8_pv_fp16" in found.output and "quantized from" in found.output
-    assert "Gain by length: predicted" in found.output
-    assert "sage2: exact (no_kernel_for_cuda)" in invoke(config, "--meta", "--card", "V100").output
+    assert "on A100 40GB" in found.output and "sage2: qk_int8_pv_fp16" in found.output
+    assert "head_dim 128: quantized from" in found.output and "Gain by length: predicted" in found.output
+    assert "qk_int8_pv_fp16, 128" in found.output and "qk_int8_pv_fp16, 64" not in found.output
+    asked = invoke(config, "--meta", "--card", "A100 40GB").output  # FP8 by its name
+    assert "qk_int8_pv_fp8: exact (no_fp8)" in asked and "no_fp8: this card's tensor cores have no FP8" in asked
+    assert "exact (no_kernel_for_cuda)" in invoke(config, "--meta", "--card", "V100").output
 
 
 def test_plan_says_what_it_needs() -> None:

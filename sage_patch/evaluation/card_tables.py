@@ -5,6 +5,7 @@ Gains of the mma.sync kernels are predictions of card_model.py, those of Hopper 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,15 +104,15 @@ def card_tables(card: Card) -> list[Table]:
             cells.append(f"exact ({reason})" if reason else f"from {length} tokens" if length else "at any length")
         rows.append((recipe.name, *cells))
     columns = ("<recipe", *(f"<head_dim {dim}" for dim in HEAD_DIMS))
-    tables.append(Table("What runs by default, without a mask", columns, tuple(rows), " ".join(_legend(words))))
+    tables.append(Table("What runs by default, without a mask", columns, tuple(rows), _legend(words)))
     return [*tables, *_gain_tables(card)]
 
 
-def _legend(words: set[str]) -> list[str]:
-    lines = [f"{line}." for line in reasons.legend(words - {NO_GAIN})]
-    return lines + [f"{NO_GAIN}: exact attention is faster at any length, as measured or predicted."] * (
-        NO_GAIN in words
-    )
+def _legend(words: set[str]) -> str:
+    lines = reasons.legend(words - {NO_GAIN})
+    if NO_GAIN in words:
+        lines.append(f"{NO_GAIN}: exact attention is, at any length, as measured or predicted")
+    return " ".join(f"{line}." for line in lines)
 
 
 def _facts(card: Card) -> list[tuple[str, str]]:
@@ -136,11 +137,11 @@ def sums_of(card: Card, pv: str) -> str:
     return "fp16" if pv in card.fp16_sums else "fp32"
 
 
-def _gain_tables(card: Card) -> list[Table]:
+def _gain_tables(card: Card, head_dims: Sequence[int] = (64, 128)) -> list[Table]:
     found = [
         (f"{recipe.name}, {dim}", given)
         for recipe in RECIPES.values()
-        for dim in (64, 128)
+        for dim in head_dims
         if not recipe.is_exact and (given := gains(card, recipe, dim))
     ]
     if not found:
@@ -158,14 +159,15 @@ def _tokens(length: int) -> str:
 
 
 def plan_on(card: Card, rows: list[dict[str, Any]]) -> list[Table]:
-    """The plan's table with what each site runs on a card, and the gains of the head_dims that it has."""
-    there = [
-        row
-        | {"recipe": f"{row['recipe']}: {runs(card, row['recipe'], row['head_dim'])}"}
-        | {"from": from_length(card, row["recipe"], row["head_dim"]) if row["head_dim"] else ""}
-        for row in rows
-    ]
-    lengths = sorted({(row["head_dim"], row["from"]) for row in there if row["from"]})
-    table = plan_table([{k: v for k, v in row.items() if k != "from"} for row in there])
-    note = "; ".join(f"head_dim {dim}: quantized from {length} tokens" for dim, length in lengths)
-    return [Table(f"{table.title}, on {card.name}", table.columns, table.rows, note), *_gain_tables(card)]
+    """The plan's table with what each site runs on a card, and the gains at the head_dims that it has."""
+    there, lengths, words = [], {}, set()
+    for row in rows:
+        found = runs(card, row["recipe"], row["head_dim"])
+        there.append(row | {"recipe": row["recipe"] if found == row["recipe"] else f"{row['recipe']}: {found}"})
+        words |= set(re.findall(r"exact \((.*)\)", found))
+        if row["head_dim"] and (length := from_length(card, row["recipe"], row["head_dim"])):
+            lengths[row["head_dim"]] = f"head_dim {row['head_dim']}: quantized from {length} tokens."
+    table = plan_table(there)
+    note = " ".join([*lengths.values(), _legend(words)])
+    held = {next((dim for dim in HEAD_DIMS if dim >= row["head_dim"]), 256) for row in rows if row["head_dim"]}
+    return [Table(f"{table.title}, on {card.name}", table.columns, table.rows, note), *_gain_tables(card, sorted(held))]
