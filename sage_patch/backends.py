@@ -33,7 +33,7 @@ class Backend:
         `kernels.build.architectures`.
     card: whose measured cost model calibration takes on its devices; "": what is predicted for the card by its name.
     has_fp8: its devices multiply FP8, as the default recipe does where it can.
-    has_fp16_sums: its kernels can sum P V in fp16, which some cards do twice as fast (cards.py).
+    has_fp16_sums: its kernels can sum P V in fp16, which some cards do twice as fast (cards/table.py).
     is_proven: its tests ran on a card of their own. Where they did not, the first use on a device compares its numbers
         with the reference's, and refuses to go on if they differ.
     """
@@ -128,7 +128,7 @@ BACKENDS: dict[str, Backend] = {
             card="hopper",
         ),
         # mma.sync. Compiled, simulated, run on a Hopper card; never timed on a card of their own. Break-even lengths
-        # are predicted (card_model.py).
+        # are predicted (cards/model.py).
         Backend(
             "mma",
             "cuda",

@@ -102,7 +102,7 @@ def plan(
 ) -> None:
     """Show which recipe every attention site would get, without running the model; or what a card runs."""
     with _clean_errors():
-        from sage_patch.cards import named
+        from sage_patch.cards.table import named
         from sage_patch.config import ConfigError, load_run_config
         from sage_patch.evaluation.card_tables import card_tables, plan_on
         from sage_patch.evaluation.tables import plan_table, show

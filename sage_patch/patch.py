@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sage_patch import cards
+from sage_patch.cards import table as cards
 from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.handle import LOCK, Handle, PatchError, row_of, summary
 from sage_patch.integrations.configurations import config_copies, give_names_back, mask_styles

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What one warp of the mma.sync kernels executes for a tile of 64 keys, read from their machine code.
 
-python scripts/count_tiles.py --out sage_patch/tile_counts.json        needs nvcc, cuobjdump and nvdisasm, no card
+python scripts/count_tiles.py --out sage_patch/cards/tile_counts.json        needs nvcc, cuobjdump and nvdisasm, no card
 
 Compiles the dense INT8 kernels for each architecture, takes the loop over keys that all rows see, and sorts its
 instructions by the unit that they keep busy. What the loop skips while no row maximum moves (the rescaling of O) is
-left out. sage_patch/card_model.py reads the file; Hopper's mma.sync (90a) is there to compare the model with what was
+left out. sage_patch/cards/model.py reads the file; Hopper's mma.sync (90a) is there to compare the model with what was
 measured on an H200. Run it after a change of these kernels, then scripts/update_cards.py.
 """
 
@@ -103,7 +103,7 @@ def count_one(architecture: str, folder: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "sage_patch" / "tile_counts.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "sage_patch" / "cards" / "tile_counts.json")
     out = parser.parse_args().out
     nvcc = build.find_nvcc()
     if nvcc is None:

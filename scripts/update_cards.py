@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what docs/cards.md and sage_patch/cards.json take from other files.
+"""Writes what docs/cards.md and sage_patch/cards/cards.json take from other files.
 
 python scripts/update_cards.py            writes both; --check only says whether they are up to date
 
@@ -19,7 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sage_patch import card_model, cards  # noqa: E402
+from sage_patch.cards import model as card_model  # noqa: E402
+from sage_patch.cards import table as cards  # noqa: E402
 from sage_patch.evaluation import card_tables  # noqa: E402
 from sage_patch.kernels import crossover  # noqa: E402
 from sage_patch.recipes import RECIPES  # noqa: E402

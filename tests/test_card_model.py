@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sage_patch import card_model, cards
+from sage_patch.cards import model as card_model
+from sage_patch.cards import table as cards
 from sage_patch.cli import app
 from sage_patch.evaluation import card_tables
 from sage_patch.evaluation.calibration.choose import COST_MODELS, ChoiceError, cost_model

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import sage_patch
-from sage_patch import Policy, backends, cards, patch
+from sage_patch import Policy, backends, patch
+from sage_patch.cards import table as cards
 from sage_patch.dispatch import choose
 from sage_patch.kernels import accumulators, crossover, library, ops, plain
 from sage_patch.recipes import NO_LIMITS, RECIPES, Call, parse_recipe

@@ -21,7 +21,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "args": set(),
     "backends": {"recipes"},
     "cards": {"recipes"},
-    "card_model": {"cards", "recipes"},
     "yamltext": set(),
     "figures": set(),
     "names": set(),
@@ -30,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"schema", "policy", "recipes", "yamltext"},
     "reference": {"recipes", "args"},
     # the reference only in plain.py: see below
-    "kernels": {"recipes", "backends", "args", "card_model", "cards", "reference"},
+    "kernels": {"recipes", "backends", "args", "cards", "reference"},
     "pages": {"args", "backends", "reference", "kernels"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
@@ -51,7 +50,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },
     "evaluation": {
-        "card_model",
         "cards",
         "patch",
         "fingerprint",
@@ -68,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "policy",
         "recipes",
     },
-    "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
+    "cli": {"cards", "evaluation", "patch", "config", "policy", "recipes", "kernels"},
     "__main__": {"cli"},
     "_hook": {"integrations"},
     "": {
@@ -85,7 +83,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 STANDARD_LIBRARY_ONLY = {
     "backends",
-    "card_model",
     "cards",
     "errors",
     "figures",

@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"milliseconds": {"sdpa": -1.0}, "ratios": {}}, "rows.0.milliseconds.sdpa: Input should be greater than 0"),
         ({"capability": "9.0"}, "has compute capability (8, 9), the file says 9.0"),
         ({"card": "Tesla T4", "capability": "7.5"}, "capability 7.5: there are no kernels"),
-        ({"card": "/home/someone/card"}, "card: String should match pattern"),
+        ({"card": "C:/a/card"}, "card: String should match pattern"),
         ({"versions": {"torch": "/opt/torch"}}, "versions.torch: String should match pattern"),
         ({"sms": "128"}, "sms: Input should be a valid integer"),
         ({"rows": []}, "rows: List should have at least 1 item"),

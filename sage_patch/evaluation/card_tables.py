@@ -1,6 +1,6 @@
 """What `sage-patch plan --card` prints: what runs on a card that need not be here, from which length, and the gain.
 
-Gains of the mma.sync kernels are predictions of card_model.py, those of Hopper the H200's measurements (cards.json).
+Gains of the mma.sync kernels are predictions of cards/model.py, those of Hopper the H200's measurements (cards.json).
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sage_patch import backends, card_model, cards, reasons
-from sage_patch.cards import Card
+from sage_patch import backends, reasons
+from sage_patch.cards import model as card_model
+from sage_patch.cards import table as cards
+from sage_patch.cards.table import Card
 from sage_patch.evaluation.tables import Table, plan_table
 from sage_patch.kernels import build, crossover
 from sage_patch.recipes import AUTO, RECIPES, Call, Recipe, parse_recipe

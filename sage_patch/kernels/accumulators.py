@@ -1,6 +1,6 @@
 """In which type a card sums the products of P and V: measured there, else known of its name, else fp32.
 
-Sums in fp16 run at twice the rate on GeForce and are no faster on other cards (cards.py). They stay within fp16's
+Sums in fp16 run at twice the rate on GeForce and are no faster on other cards (cards/table.py). They stay within fp16's
 range by construction: 64 keys at a time, with probabilities and values that are bounded accordingly (fwd_mma.cuh).
 `sage-patch bench --crossover` measures a card and keeps what was faster in the user's own table, beside the break-even
 lengths.
@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from sage_patch import cards
+from sage_patch.cards import table as cards
 from sage_patch.kernels import crossover
 
 TYPES = ("fp8", "fp16")  # of P and V

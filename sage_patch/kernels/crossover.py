@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sage_patch import card_model
+from sage_patch.cards import model as card_model
 from sage_patch.errors import SagePatchError
 from sage_patch.kernels import build
 from sage_patch.recipes import RECIPES

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from sage_patch.cards.model import kernels as tile_kernels
 from sage_patch.kernels import build
 
 pytestmark = pytest.mark.nvcc
@@ -146,6 +147,20 @@ def test_tensor_cores_and_registers(unit: str, architecture: str, folder: Path) 
         assert counts == want, (dim, product, packed)
         if family == DENSE:
             assert len(loop(code)) <= BUDGET[dim, product][architecture], (dim, product, len(loop(code)))
+
+
+def test_the_counts_that_predictions_are_made_of_are_those_of_the_kernels(folder: Path) -> None:
+    """Else: scripts/count_tiles.py, then scripts/update_cards.py."""
+    kinds = [("fp16", "fp32"), ("fp16", "fp16"), ("fp8", "fp32"), ("fp8", "fp16")]  # by Product
+    recorded = {(k["head_dim"], kinds.index((k["pv"], k["sums"]))): k for k in tile_kernels()["89"]}
+    found = {(dim, product): loop(code) for (dim, product, _, _), code in kernels("fwd_mma", "89", folder).items()}
+    assert set(found) == set(recorded)
+    for key, body in found.items():
+        row = recorded[key]
+        assert collections.Counter(k for _, o, _ in body if (k := tensor_core(o))) == row["tensor"]
+        skipped = row["rows"] // 16 * min(key[0], 128) // 2 if key[1] == FP16 else 0
+        total = sum(row[unit] for unit in ("mufu", "fp32", "alu", "ldsm", "nop", "other")) + sum(row["tensor"].values())
+        assert total == pytest.approx(len(body) - skipped, rel=0.03), key
 
 
 @pytest.mark.parametrize("architecture", [pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES])

@@ -19,9 +19,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from sage_patch import cards
 from sage_patch.args import plain
 from sage_patch.backends import find, why_not
+from sage_patch.cards import table as cards
 from sage_patch.evaluation.bench.measure import BenchError, median_ms, require_gpu
 from sage_patch.evaluation.bench.peers import PEERS
 from sage_patch.evaluation.environment import versions

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sage_patch import card_model, cards
 from sage_patch.backends import named
+from sage_patch.cards import model as card_model
+from sage_patch.cards import table as cards
 from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration.score import ALL, Bucket, Group
 from sage_patch.kernels import ops
@@ -59,7 +60,7 @@ COST_MODELS = {
 
 
 def cost_model(card: str, device: torch.device) -> CostModel:
-    """The cost model of a card by name: one of COST_MODELS, or any card of sage_patch/cards.json, whose is predicted.
+    """The cost model of a card by name: one of COST_MODELS, or any card of the table (cards/), whose is predicted.
 
     "auto" is that of the GPU the model runs on, and "hopper", which is measured, on a CPU and on cards without a
     prediction. Raises ChoiceError for an unknown card.

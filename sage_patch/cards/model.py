@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sage_patch.cards import Card, find
+from sage_patch.cards.table import Card, find
 from sage_patch.recipes import RECIPES, Recipe
 
 COUNTS = Path(__file__).with_name("tile_counts.json")
