@@ -30,6 +30,7 @@ const Backend sm90 = {
     launch_pages_attend,
     128,
     true,
+    false,
 };
 
 }  // namespace sage2

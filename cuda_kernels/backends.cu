@@ -14,7 +14,7 @@ namespace sage2 {
 
 // Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
 extern const Backend sm90 __attribute__((weak));
-extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak)), mma_split __attribute__((weak));
+extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak));
 
 namespace {
 
@@ -33,6 +33,7 @@ const struct {
     {90, 90, &sm90},
     {100, 100, &mma},
     {103, 100, &mma},
+    {110, 110, &mma},
     {120, 120, &mma},
     {121, 120, &mma},
 };

@@ -31,7 +31,9 @@ class Backend:
         None: caches on its devices are stored, and attended exactly.
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
-    card: whose cost model calibration takes on its devices.
+    card: whose measured cost model calibration takes on its devices; "": what is predicted for the card by its name.
+    has_fp8: its devices multiply FP8, as the default recipe does where it can.
+    has_fp16_sums: its kernels can sum P V in fp16, which some cards do twice as fast (cards/table.py).
     is_proven: its tests ran on a card of their own. Where they did not, the first use on a device compares its numbers
         with the reference's, and refuses to go on if they differ.
     """
@@ -43,7 +45,9 @@ class Backend:
     pages: str | None = None
     no_gain: Rule | None = None
     architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    card: str = "ada"
+    card: str = ""
+    has_fp8: bool = True
+    has_fp16_sums: bool = False
     is_proven: bool = True
 
     @property
@@ -135,7 +139,7 @@ BACKENDS: dict[str, Backend] = {
             card="hopper",
         ),
         # mma.sync. Compiled, simulated, run on a Hopper card; never timed on a card of their own. Break-even lengths
-        # are those of the table's "default".
+        # are predicted (cards/model.py).
         Backend(
             "mma",
             "cuda",
@@ -143,6 +147,7 @@ BACKENDS: dict[str, Backend] = {
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
             architectures={(8, 9): "89", (12, 0): "120", (12, 1): "120"},
+            has_fp16_sums=True,
             is_proven=False,
         ),
         Backend(
@@ -151,7 +156,9 @@ BACKENDS: dict[str, Backend] = {
             _without_fp8_why_not,
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
-            architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100"},
+            architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100", (11, 0): "110"},
+            has_fp8=False,
+            has_fp16_sums=True,
             is_proven=False,
         ),
         Backend(
@@ -168,6 +175,12 @@ BACKENDS: dict[str, Backend] = {
 def named(name: str) -> Backend | None:
     """The row of a backend; None for "none"."""
     return BACKENDS.get(name)
+
+
+def of_device(recipe: Recipe, backend: str) -> Recipe:
+    """What a recipe is on a backend's devices: the default recipe has FP16 P V where the tensor cores have no FP8."""
+    row = named(backend)
+    return recipe if recipe.without_fp8 is None or row is None or row.has_fp8 else recipe.without_fp8
 
 
 def find(device: str, capability: tuple[int, int] | None = None) -> str:
@@ -201,6 +214,7 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | 
     """
     if recipe.is_exact:
         return "policy"
+    recipe = of_device(recipe, call.backend)
     if call.needs_grad:
         return "needs_grad"
     if call.training:

@@ -90,20 +90,33 @@ def run(
 
 @app.command()
 def plan(
-    config: Config,
+    config: Annotated[Path | None, typer.Argument(help="A run configuration (YAML), such as configs/wan.yaml.")] = None,
     set_: Overrides = None,
     meta: Annotated[
         bool, typer.Option("--meta", help="Build the model without weights, from its config alone.")
     ] = False,
+    card: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help='A GPU that need not be here, such as "RTX 4090": what would run there.'),
+    ] = None,
 ) -> None:
-    """Show which recipe every attention site would get, without running the model."""
+    """Show which recipe every attention site would get, without running the model; or what a card runs."""
     with _clean_errors():
-        from sage_patch.config import load_run_config
+        from sage_patch.cards.table import named
+        from sage_patch.config import ConfigError, load_run_config
+        from sage_patch.evaluation.card_tables import card_tables, plan_on
+        from sage_patch.evaluation.tables import plan_table, show
+
+        row = named(card) if card is not None else None
+        if row is not None and config is None:
+            show(card_tables(row), _console())
+            return
+        if config is None:
+            raise ConfigError("plan needs a run configuration (YAML), or --card with the name of a GPU")
 
         loaded = load_run_config(config, [*(set_ or []), *(["model.meta=true"] if meta else [])])
 
         from sage_patch.evaluation.models import load_pipeline, load_text_model
-        from sage_patch.evaluation.tables import plan_table, show
         from sage_patch.patch import plan as resolve_plan
 
         console = _console()
@@ -111,7 +124,8 @@ def plan(
             progress("loading the model", 0, 1)
             text = loaded.task.kind == "text"
             model = load_text_model(loaded.model)[0] if text else load_pipeline(loaded.model)
-        show([plan_table(resolve_plan(model, loaded.policy.build()).rows())], console)
+        rows = resolve_plan(model, loaded.policy.build()).rows()
+        show([plan_table(rows)] if row is None else plan_on(row, rows), console)
 
 
 @app.command()
@@ -160,7 +174,7 @@ def calibrate(
     budget_minutes: Annotated[float, typer.Option(min=0.1, help="Begin no run that would end later.")] = 15.0,
     card: Annotated[
         str,
-        typer.Option(metavar="CARD", help="Whose speeds to choose by: hopper, ada.  [auto: the GPU here, else ada]"),
+        typer.Option(metavar="CARD", help='Whose speeds: hopper, ada, "L40S" ...  [auto: this GPU, else hopper]'),
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder for calibrate.json and for what was measured.")] = None,
 ) -> None:
@@ -229,15 +243,21 @@ def bench(
     ] = None,
     gate_percent: Annotated[float, typer.Option(min=0, help="By how much it may be lower.")] = 5.0,
     output: Annotated[
-        Path | None, typer.Option("--output", "--out", help="Folder for bench.json, bench.md and bench.png.")
+        Path | None, typer.Option("--output", "--out", help="Folder for bench.json and the like; --share: a file.")
     ] = None,
     plot: Annotated[bool, typer.Option(help="Draw bench.png.")] = True,
+    share: Annotated[bool, typer.Option("--share", help="Write a small file for others (docs/cards.md).")] = False,
+    read: Annotated[Path | None, typer.Option(metavar="FILE", help="Check and print a file of --share.")] = None,
 ) -> None:
     """Time the compiled kernels on this GPU, as a burst and sustained, beside other attention kernels."""
+    if share or read is not None:
+        _share(read, output)
+        return
     with _clean_errors():
         from sage_patch.evaluation.bench import gate as gates
         from sage_patch.evaluation.bench import measure as benchmark
         from sage_patch.evaluation.bench import plans
+        from sage_patch.evaluation.bench.accumulators import measure_sums
         from sage_patch.evaluation.bench.tables import bench_tables, crossover_table, write_bench
         from sage_patch.evaluation.tables import show
         from sage_patch.kernels import crossover as crossovers
@@ -264,9 +284,9 @@ def bench(
         show(bench_tables(result), console)
         if crossover:
             name, card = benchmark.crossover_card(result)
-            show([crossover_table(name, card)], console)
             path = table or crossovers.user_table()
             crossovers.write(path, name, card)
+            show([crossover_table(name, card), *measure_sums(name, card["measured"], path)], console)
             _say(f"wrote {path}")
         if output is not None:
             _say(f"wrote {', '.join(map(str, write_bench(output, result, plot)))}")
@@ -275,6 +295,20 @@ def bench(
             _say("\n".join([f"{compared} ratios compared with {gate}, {len(slower)} lower", *slower]))
             if slower:
                 raise typer.Exit(1)
+
+
+def _share(read: Path | None, output: Path | None) -> None:
+    """bench --share and bench --read."""
+    with _clean_errors():
+        from sage_patch.evaluation.bench import share as sharing
+        from sage_patch.evaluation.tables import show
+
+        console = _console()
+        with _progress(console, loads_models=False) as progress:
+            found, path = sharing.run(read, output, progress)
+        show([sharing.share_table(found)], console)
+        if path is not None:
+            _say(f"wrote {path}")
 
 
 @app.command()

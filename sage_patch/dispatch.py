@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.args import Args, PageArgs, key_padding, scale_for
-from sage_patch.backends import named, why_not
+from sage_patch.backends import named, of_device, why_not
 from sage_patch.kernels import crossover, ops, torch_private
 from sage_patch.kernels.plain import ends_within, in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
@@ -166,6 +166,7 @@ def choose(
     """
     if recipe.is_exact:
         return recipe, "needs_grad" if call.needs_grad else exact_reason
+    recipe = of_device(recipe, call.backend)
     reason = why_not(recipe, call, limits)
     if reason is None:
         return recipe, ""

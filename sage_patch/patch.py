@@ -17,12 +17,14 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from sage_patch.cards import table as cards
 from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.handle import LOCK, Handle, PatchError, row_of, summary
 from sage_patch.integrations.configurations import config_copies, give_names_back, mask_styles
@@ -86,11 +88,8 @@ def apply(model: Any, policy: Given = None, *, exact_backend: ExactBackend | Non
         if denoisers(model):
             handle._pipeline = weakref.ref(model)
         _follow_steps(model, handle, {s.name: (s.module, s.module.__dict__[TAG]) for s in found.sites})
-    if any(device.type == "cuda" and ops.backend_for(device) == "none" for device in devices):
-        warnings.warn(
-            "sage_patch has no quantized kernels for this GPU: every call will run exact (no_kernel_for_cuda)",
-            stacklevel=2,
-        )
+    for message in _words_on_cards(devices):
+        warnings.warn(message, stacklevel=2)
     return handle
 
 
@@ -232,6 +231,18 @@ def _resolve(model: Any, policy: Policy, found: _Found) -> Plan:
     if problem:
         raise PatchError(f"the policy has rules by denoising step, which cannot be followed here: {problem}")
     return plan
+
+
+def _words_on_cards(devices: Iterable[torch.device]) -> Iterator[str]:
+    """What to say of the GPUs that a model is on: those without kernels, and those that no table knows."""
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    if any(ops.backend_for(device) == "none" for device in on_cuda):
+        yield "sage_patch has no quantized kernels for this GPU: every call will run exact (no_kernel_for_cuda)"
+        return
+    for device in on_cuda:
+        note = cards.unknown_once(torch.cuda.get_device_name(device))
+        if note is not None:
+            yield note
 
 
 def _schedulers(model: Any, sites: list[str]) -> list[tuple[str, list[str]]]:

@@ -52,6 +52,7 @@ class Recipe:
     column: how the benchmark's columns of its compiled kernel begin; "" where it is not timed.
     cost: attention time relative to exact attention, pre-processing included, on the cards that calibration knows;
         empty: calibration does not choose it.
+    without_fp8: of the default recipe, what it means on cards whose tensor cores have no FP8 (backends.of_device).
 
     Raises ValueError for a width of Q and K, or a type of P and V, that nothing computes.
     """
@@ -68,6 +69,7 @@ class Recipe:
     self_test_bound: float | None = field(default=None, compare=False)
     column: str = field(default="", compare=False)
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
+    without_fp8: Recipe | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if (self.qk_bits, self.pv) != (0, "none") and (self.qk_bits not in QK_BITS or self.pv not in ("fp8", "fp16")):
@@ -124,6 +126,7 @@ LADDER = tuple(name for name, recipe in reversed(RECIPES.items()) if recipe.cost
 
 AUTO = "sage2"  # the default recipe of the device, with the length thresholds of `Limits`
 DEFAULT_RECIPE = "qk_int8_pv_fp8"
+DEFAULT_WITHOUT_FP8 = "qk_int8_pv_fp16"
 
 _VARIANT_FIELDS: dict[str, tuple[str, ...]] = {
     "smooth": ("none", "k", "q", "qk"),
@@ -142,15 +145,20 @@ def recipe_names() -> list[str]:
 def parse_recipe(text: str) -> Recipe:
     """The recipe behind a name, with variants: `qk_int4_pv_fp8:smooth=none,granularity=block`.
 
-    "sage2" gives the default recipe. Variants exist for ablations; a compiled kernel covers only what its
-    envelope says. Raises ValueError naming the nearest known word.
+    "sage2" gives the default recipe, which knows what it is on cards without FP8 (`without_fp8`). Variants exist for
+    ablations; a compiled kernel covers only what its envelope says. Raises ValueError naming the nearest known word.
     """
     name, _, tail = text.partition(":")
     if name == AUTO:
-        name = DEFAULT_RECIPE
+        twin = _variant(RECIPES[DEFAULT_WITHOUT_FP8], tail, text)
+        return replace(_variant(RECIPES[DEFAULT_RECIPE], tail, text), without_fp8=twin)
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {text!r}{nearest(name, recipe_names())}")
-    base = RECIPES[name]
+    return _variant(RECIPES[name], tail, text)
+
+
+def _variant(base: Recipe, tail: str, text: str) -> Recipe:
+    """`base` with the changes that the tail of a recipe's name says. text: the whole name, for errors."""
     if not tail:
         return base
     if base.is_exact:
@@ -164,7 +172,7 @@ def parse_recipe(text: str) -> Recipe:
         if value not in _VARIANT_FIELDS[key]:
             raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
         changes[key] = (value == "on") if key == "smooth_v" else value
-    return replace(base, name=text, **changes)  # type: ignore[arg-type]
+    return replace(base, name=f"{base.name}:{tail}", **changes)  # type: ignore[arg-type]
 
 
 def nearest(word: str, known: object) -> str:

@@ -94,9 +94,9 @@ def test_it_is_chosen_by_the_cards_capability(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     devices = [torch.device("cuda", i) for i in range(4)]
     assert [ops.backend_for(d) for d in devices] == ["sm90", "twin", "twin", "none"]
-    assert [cost_model("auto", d).card for d in devices] == ["hopper", "ada", "ada", "ada"]
+    assert [cost_model("auto", d).card for d in devices] == ["hopper", "ada", "ada", "hopper"]
     assert [backends.architecture_of(c) for c in capabilities] == ["90", "86", "89", None]
-    assert backends.capabilities() == "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 12.0, 12.1"
+    assert backends.capabilities() == "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 11.0, 12.0, 12.1"
     assert ops.backend_for(torch.device("cpu")) == "reference"
     assert why_not(RECIPES["qk_int8_pv_fp8"], CALL._replace(backend="none", device="cuda")) == "no_kernel_for_cuda"
 
@@ -111,7 +111,10 @@ def test_rows_in_c_and_in_python_agree() -> None:
 
 def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 where the tensor cores have it; no pages yet, so caches are attended exactly."""
-    cards = {(8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (12, 0): "120", (12, 1): "120"}
+    cards = {
+        (8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (10, 3): "100", (11, 0): "110",
+        (12, 0): "120", (12, 1): "120",
+    }  # fmt: skip
     fp8, fp16 = RECIPES["qk_int8_pv_fp8"], RECIPES["qk_int8_pv_fp16"]
     for capability, architecture in cards.items():
         name = backends.find("cuda", capability)

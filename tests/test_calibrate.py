@@ -34,7 +34,16 @@ from tiny_pipelines import save_text_to_video
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny.yaml")
-SMALL = ["--set", "task.windows=2", "--set", "task.window_tokens=384", "--set", "task.max_new_tokens=2"]
+SMALL = [
+    "--card",
+    "ada",
+    "--set",
+    "task.windows=2",
+    "--set",
+    "task.window_tokens=384",
+    "--set",
+    "task.max_new_tokens=2",
+]
 TARGET = ["--target", "kl<=0.02"]
 
 

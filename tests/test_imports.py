@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "recipes": set(),
     "args": set(),
     "backends": {"recipes"},
+    "cards": {"recipes"},
     "yamltext": set(),
     "figures": set(),
     "names": set(),
@@ -27,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schema": {"figures", "policy", "recipes"},
     "config": {"schema", "policy", "recipes", "yamltext"},
     "reference": {"recipes", "args"},
-    "kernels": {"recipes", "backends", "args", "reference"},  # the reference only in plain.py: see below
+    # the reference only in plain.py: see below
+    "kernels": {"recipes", "backends", "args", "cards", "reference"},
     "pages": {"args", "backends", "reference", "kernels"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
@@ -40,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "integrations",
         "fingerprint",
+        "cards",
         "dispatch",
         "attention",
         "kernels",
@@ -47,6 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },
     "evaluation": {
+        "cards",
         "patch",
         "fingerprint",
         "dispatch",
@@ -62,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "policy",
         "recipes",
     },
-    "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
+    "cli": {"cards", "evaluation", "patch", "config", "policy", "recipes", "kernels"},
     "__main__": {"cli"},
     "_hook": {"integrations"},
     "": {
@@ -77,7 +81,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },  # __init__: lazily
 }
-STANDARD_LIBRARY_ONLY = {"backends", "errors", "figures", "names", "policy", "reasons", "recipes"}
+STANDARD_LIBRARY_ONLY = {
+    "backends",
+    "cards",
+    "errors",
+    "figures",
+    "names",
+    "policy",
+    "reasons",
+    "recipes",
+}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say
 MAY_IMPORT_HUGGING_FACE = {
     "integrations/configurations",

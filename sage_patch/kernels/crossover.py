@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from sage_patch.backends import CROSSOVER_HEADS
+from sage_patch.cards import model as card_model
 from sage_patch.errors import SagePatchError
 from sage_patch.kernels import build
 from sage_patch.recipes import RECIPES, ExactBackend
@@ -66,9 +67,12 @@ def _cached_table(index: int, exact_backend: ExactBackend) -> Table:
 
 
 def card_of(name: str) -> Card:
-    """The entry of the card of this name: the user's measurement, else the packaged one, else the generic one."""
+    """The entry of the card of this name: the user's measurement, else the packaged one, else what is predicted for it,
+    else the generic one."""
     packaged = read(build.HERE / "crossover.json")
-    return read(user_table()).get(name) or packaged.get(name) or packaged["default"]
+    return (
+        read(user_table()).get(name) or packaged.get(name) or card_model.break_even_lengths(name) or packaged["default"]
+    )
 
 
 def table_of(card: Card, exact_backend: ExactBackend = "torch") -> Table:
