@@ -1,5 +1,5 @@
 // The rows of the mma.sync family: cards whose tensor cores have INT4 (sm_80 to sm_89), and those without.
-// Architectures: 80 86 89 100 120
+// Architectures: 80 86 89 100 110 120
 #include "backends.h"
 #include "fwd_mma.h"
 

@@ -2,7 +2,7 @@
 // for byte. Three launches: K images and V's channel maxima, which meet in memory; V images; V's scales.
 //
 // Memory bound; V is read twice. No more than 38 KB of shared memory.
-// Architectures: 80 86 89 100 120
+// Architectures: 80 86 89 100 110 120
 #include "fwd_mma.h"
 #include "quantize_mma.cuh"
 

@@ -31,6 +31,7 @@ class Backend:
         None: caches on its devices are stored, and attended exactly.
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
+    newer: the architecture whose PTX devices run that came after every row; None: not here.
     card: whose cost model calibration takes on its devices.
     is_proven: its tests ran on a card of their own. Where they did not, the first use on a device compares its numbers
         with the reference's, and refuses to go on if they differ.
@@ -43,6 +44,7 @@ class Backend:
     pages: str | None = None
     no_gain: Rule | None = None
     architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    newer: str | None = None
     card: str = "ada"
     is_proven: bool = True
 
@@ -50,6 +52,16 @@ class Backend:
     def is_compiled(self) -> bool:
         """Kernels of CUDA cards, whose break-even lengths are measured."""
         return bool(self.architectures)
+
+    def architecture(self, capability: tuple[int, int] | None) -> str | None:
+        """The architecture whose code CUDA devices of this compute capability run; None: it does not serve them."""
+        if (
+            capability is not None
+            and self.newer
+            and capability > max(c for b in BACKENDS.values() for c in b.architectures)
+        ):
+            return self.newer
+        return None if capability is None else self.architectures.get(capability)
 
 
 def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
@@ -140,7 +152,8 @@ BACKENDS: dict[str, Backend] = {
             _without_fp8_why_not,
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
-            architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100"},
+            architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100", (11, 0): "110"},
+            newer="120",
             is_proven=False,
         ),
         Backend(
@@ -161,20 +174,21 @@ def named(name: str) -> Backend | None:
 
 def find(device: str, capability: tuple[int, int] | None = None) -> str:
     """The name of the backend of devices of this type and, with CUDA, compute capability; "none" if there is none."""
-    served = (b for b in BACKENDS.values() if b.device == device and (device == "cpu" or capability in b.architectures))
+    served = (b for b in BACKENDS.values() if b.device == device and (device == "cpu" or b.architecture(capability)))
     return next((b.name for b in served), "none")
 
 
 def capabilities() -> str:
-    """The compute capabilities that kernels exist for, for messages: "8.9, 9.0"."""
-    return ", ".join(
+    """The compute capabilities that kernels exist for, for messages: "8.9, 9.0 and newer"."""
+    named = ", ".join(
         f"{major}.{minor}" for major, minor in sorted({c for b in BACKENDS.values() for c in b.architectures})
     )
+    return f"{named} and newer" if any(b.newer for b in BACKENDS.values()) else named
 
 
 def architecture_of(capability: tuple[int, int]) -> str | None:
     """The architecture whose machine code devices of this compute capability run; None if nothing is compiled."""
-    return next((a for b in BACKENDS.values() for c, a in b.architectures.items() if c == capability), None)
+    return next((a for b in BACKENDS.values() if (a := b.architecture(capability))), None)
 
 
 @functools.cache

@@ -18,12 +18,12 @@ from torch import Tensor
 from sage_patch import backends
 from sage_patch.args import Args, key_padding
 from sage_patch.errors import SagePatchError
-from sage_patch.kernels import first_use, torch_private
+from sage_patch.kernels import driver, first_use, torch_private
 from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
 
 # What sage2.h says in numbers; tests/kernels/test_layout.py compares them.
-VERSION = 4
+VERSION = 5
 ERRORS = {"ARGUMENT": 1, "UNSUPPORTED": 2, "WORKSPACE": 3, "DEVICE": 4, "CUDA": 5}
 FLAGS = {"CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32}
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
@@ -81,7 +81,9 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
                 f"cuda:{index} has compute capability {capability[0]}.{capability[1]}; kernels exist for "
                 f"{backends.capabilities()}"
             )
-        found = _by_device[index] = load_for(architecture), 10 * capability[0] + capability[1]
+        lib = load_for(architecture)
+        driver.check(lib.sage2_cuda_version())
+        found = _by_device[index] = lib, 10 * capability[0] + capability[1]
         backend = backends.BACKENDS[backends.find("cuda", capability)]
         if not backend.is_proven:
             try:
