@@ -122,7 +122,8 @@ def _check_architectures(wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def content_key(architectures: Sequence[str], version: str) -> str:
-    digest = hashlib.sha256(repr((tuple(architectures), FLAGS, LINK_FLAGS, version)).encode())
+    given = [os.environ.get(name) for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]  # nvcc reads them
+    digest = hashlib.sha256(repr((tuple(architectures), FLAGS, LINK_FLAGS, version, given)).encode())
     for path in sorted(source_dir().iterdir()):
         if path.suffix in (".cu", ".cuh", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

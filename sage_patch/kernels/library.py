@@ -81,9 +81,7 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
                 f"cuda:{index} has compute capability {capability[0]}.{capability[1]}; kernels exist for "
                 f"{backends.capabilities()}"
             )
-        lib = load_for(architecture)
-        driver.check(lib.sage2_cuda_version())
-        found = _by_device[index] = lib, 10 * capability[0] + capability[1]
+        found = _by_device[index] = load_for(architecture), 10 * capability[0] + capability[1]
         backend = backends.BACKENDS[backends.find("cuda", capability)]
         if not backend.is_proven:
             try:
@@ -123,6 +121,7 @@ def _open(path: str) -> ctypes.CDLL:
             f"{path} is version {lib.sage2_version()} of the library, this package needs version {VERSION}: remove the "
             "file or reinstall the package"
         )
+    driver.check(lib.sage2_cuda_version())
     lib.sage2_last_error.restype = ctypes.c_char_p
     lib.sage2_page_bytes.restype = ctypes.c_size_t
     for name in ("sage2_prepare", "sage2_forward", "sage2_prepare_and_forward"):

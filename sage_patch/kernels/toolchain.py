@@ -35,7 +35,7 @@ def package_folders() -> list[Path]:
 
 def link_flags(nvcc: Path) -> list[str]:
     """What the linker must be told to find the static runtime: pip's packages keep it where nvcc does not look."""
-    folder = nvcc.parents[1] / "lib"
+    folder = nvcc.parent.parent / "lib"
     return [f"-L{folder}"] if (folder / "libcudart_static.a").is_file() else []
 
 

@@ -8,18 +8,22 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from sage_patch import backends
-from sage_patch.kernels import build, library
+from sage_patch.kernels import build, driver, library, toolchain
 from sage_patch.recipes import UnsupportedCall
 
 NEEDS_NVCC = pytest.mark.nvcc
+NEEDS_NINJA = pytest.mark.skipif(build.find_ninja() is None, reason="no ninja")
 # Instructions of the main loop (one 64 x 128 tile): budget and expected tensor-core instructions.
 LOOPS = {  # head_dim of the images, FP16 PV, channels of V: budget, tensor-core instructions
     (128, 0, 128): (436, {"IGMMA.64x128x32": 4, "QGMMA.64x136x32": 4}),
@@ -74,16 +78,7 @@ def _build_in(cache: str) -> str:
 @NEEDS_NVCC
 def test_processes_build_once(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three processes, an empty cache; the compiler is a stub that counts its runs."""
-    stub = tmp_path / "bin" / "nvcc"
-    stub.parent.mkdir()
-    stub.write_text(f"""#!/bin/sh
-if [ "$1" = --version ]; then echo "release 0.0, V0.0.1"; exit; fi
-echo run >> {tmp_path}/runs
-while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done
-sleep 0.2
-echo x > "$out"
-""")
-    stub.chmod(0o755)
+    _stub_nvcc(tmp_path, f"""echo run >> {tmp_path}/runs; sleep 0.2; echo x > "$out" """)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with multiprocessing.get_context("fork").Pool(3) as pool:
         paths = pool.map(_build_in, [str(tmp_path / "cache")] * 3)
@@ -118,11 +113,14 @@ def test_a_unit_is_compiled_for_what_it_names(monkeypatch: pytest.MonkeyPatch, t
 
 def test_the_library_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A library of the package serves what its name says it holds; another device has one built, once."""
-    (tmp_path / "libsage2-sm90-120.so").touch()
+    for name in ("90-120", "80-86-90-120"):
+        (tmp_path / f"libsage2-sm{name}.so").touch()
     monkeypatch.setattr(build, "HERE", tmp_path)
     monkeypatch.setattr(build, "build", lambda architectures: Path(f"built-{'-'.join(architectures)}.so"))
     assert build.find_library("90").name == build.find_library("120").name == "libsage2-sm90-120.so"
-    assert build.find_library("89").name == "built-89.so"
+    assert (
+        build.find_library("86").name == "libsage2-sm80-86-90-120.so" and build.find_library("89").name == "built-89.so"
+    )
 
     opened: list[str] = []
     monkeypatch.setattr(library, "_open", lambda path: opened.append(Path(path).name) or Path(path).stem)
@@ -149,15 +147,96 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         build.build(["90"])
 
 
-def test_folders_of_killed_builds_are_swept(tmp_path: Path) -> None:
-    """Those of an hour ago; one that is being written, and everything else, stays."""
-    for name in ("build-old", "build-new", "libsage2-x", "other"):
+def _stub_nvcc(folder: Path, body: str) -> None:
+    """A compiler in folder/bin that does what the shell text says with the path `$out`."""
+    stub = folder / "bin" / "nvcc"
+    stub.parent.mkdir()
+    stub.write_text(f"""#!/bin/sh
+if [ "$1" = --version ]; then echo "release 0.0, V0.0.1"; exit; fi
+while [ $# -gt 0 ]; do [ "$1" = -o ] && out=$2; shift; done
+{body}
+""")
+    stub.chmod(0o755)
+
+
+@NEEDS_NINJA
+def test_a_killed_build_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle: no library; the next build, of whatever, removes its folder and is right."""
+    cache = tmp_path / "cache"
+    _stub_nvcc(tmp_path, f'if [ -e {tmp_path}/fast ]; then echo x > "$out"; else touch {tmp_path}/started; sleep 9; fi')
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    killed = multiprocessing.get_context("fork").Process(target=_build_in, args=(str(cache),))
+    killed.start()
+    while not (tmp_path / "started").exists():
+        assert killed.is_alive()
+        time.sleep(0.02)
+    os.kill(killed.pid or 0, signal.SIGKILL)
+    killed.join()
+    folder = cache / "sage_patch"
+    assert [p.name[:6] for p in folder.iterdir() if p.suffix != ".lock"] == ["build-"]
+    (tmp_path / "fast").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    path = build.build(["89"])  # another library than the killed one
+    assert path.read_text() == "x\n"
+    assert sorted(p.suffix for p in folder.iterdir()) == [".lock", ".lock", ".log", ".so"]
+
+
+def test_the_folder_of_a_running_build_stays(tmp_path: Path) -> None:
+    """Its lock is held; a folder whose lock nobody holds was left, and goes. Everything else stays."""
+    for name in ("build-held-1a", "build-left-2b", "libsage2-x", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "api.cu.o").write_text("x")
-    for name in ("build-old", "other"):
-        os.utime(tmp_path / name, (0, 0))
-    build._sweep(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["build-new", "libsage2-x", "other"]
+    with FileLock(tmp_path / "held.lock"):
+        build._sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["build-held-1a", "libsage2-x", "other"]
+
+
+@NEEDS_NINJA
+def test_a_build_says_what_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """On stderr: a first call that compiles is not silent. One that finds a library is."""
+    _stub_nvcc(tmp_path, 'echo x > "$out"')
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("SAGE_PATCH_CACHE", str(tmp_path / "cache"))
+    build.build(["89"])
+    said = capfd.readouterr()
+    assert said.out == "" and re.search(r"compiling the CUDA kernels for sm_89, once, .*\n.*compiled after", said.err)
+    build.build(["89"])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_compiler_from_pip_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip install 'sage-patch[build]': nvidia/cu13 in site-packages, the newest one; a toolkit of the machine first."""
+    for release in ("cu12", "cu13"):
+        packages = tmp_path / "site" / "nvidia" / release
+        (packages / "lib").mkdir(parents=True)
+        (packages / "lib" / "libcudart_static.a").touch()
+        _stub_nvcc(packages, "")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "nowhere"), str(tmp_path / "site")])
+    if not Path("/usr/local/cuda/bin/nvcc").exists():
+        found = toolchain.find_nvcc()
+        assert found == tmp_path / "site" / "nvidia" / "cu13" / "bin" / "nvcc"
+        assert toolchain.nvcc_version(found) == "0.0.1"
+        assert toolchain.link_flags(found) == [f"-L{found.parents[1] / 'lib'}"]
+    _stub_nvcc(tmp_path, "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    found = toolchain.find_nvcc()
+    assert found == tmp_path / "bin" / "nvcc" and toolchain.link_flags(found) == []
+
+
+def test_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older driver is an error that says which one is needed; a newer one and no driver at all are not."""
+    for has in (13000, 13010, 14000, None):
+        monkeypatch.setattr(driver, "cuda_version", lambda has=has: has)
+        driver.check(13000)
+    monkeypatch.setattr(driver, "cuda_version", lambda: 12080)
+    driver.check(12090)  # machine code runs on every driver of its major version
+    with pytest.raises(driver.DriverError, match=r"CUDA 13.0, which needs NVIDIA driver 580.* CUDA 12.8 at most"):
+        driver.check(13000)
 
 
 def test_log_gate() -> None:
