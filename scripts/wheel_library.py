@@ -10,6 +10,7 @@ names and versions, and at run time the real ones serve it, old or new.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
@@ -28,6 +29,7 @@ MAY_NEED = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so
             "ld-linux-x86-64.so.2"}  # fmt: skip
 LARGEST = 25_000_000  # bytes of the library
 _OLD_HOMES = {"pthread_": "libpthread.so.0", "sem_": "libpthread.so.0", "dl": "libdl.so.2", "shm_": "librt.so.1"}
+_CHANGED = {"pthread_kill"}  # answers otherwise for a thread that has ended; CUDA's runtime is older than the change
 
 
 def _run(*command: str | Path) -> str:
@@ -49,7 +51,7 @@ def stand_ins(folder: Path) -> list[Path]:
     symbols: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))  # library -> version -> names
     for name, at in versions.items():
         newest = max(at, key=_number)
-        old = [v for v in at if _number(v) <= NEWEST["GLIBC"] and at[v] == at[newest]]
+        old = [v for v in at if _number(v) <= NEWEST["GLIBC"] and (at[v] == at[newest] or name in _CHANGED)]
         home = next((library for prefix, library in _OLD_HOMES.items() if name.startswith(prefix)), None)
         if _number(newest) > NEWEST["GLIBC"] and old and home:
             symbols[home][max(old, key=_number)].append(name)
@@ -81,7 +83,7 @@ def problems(library: Path) -> list[str]:
 
 def build(folder: Path) -> Path:
     """The library, built for every architecture (or found in the cache) and checked, in `folder`."""
-    linked = cache_dir() / TAG
+    linked = cache_dir() / f"{TAG}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
     linked.mkdir(parents=True, exist_ok=True)
     with FileLock(linked / "lock"):
         flags = " ".join(f"-Xlinker={path}" for path in stand_ins(linked))
