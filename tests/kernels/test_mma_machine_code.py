@@ -29,15 +29,15 @@ KERNEL = r"MmaConfigILi(\d+)ELNS\w*?ProductE(\d)ELNS\w*?FamilyE(\d)ELb([01])E"  
 COPIES = 2  # each kernel has two loops, or two branches of one, over keys
 # Instructions of the dense loop, 64 keys of one warp: what they were, plus 2 %. FP8 on 90a is emulated, for tests.
 BUDGET = {  # (dim, product): by architecture
-    (64, FP16): {"80": 675, "86": 675, "89": 675, "90a": 652, "100": 652, "110": 652, "120": 761},
-    (64, SPLIT): {"80": 460, "86": 460, "89": 460, "90a": 443, "100": 427, "110": 427, "120": 468},
+    (64, FP16): {"80": 675, "86": 675, "89": 675, "90a": 652, "100": 652, "110": 680, "120": 761},
+    (64, SPLIT): {"80": 460, "86": 460, "89": 460, "90a": 443, "100": 427, "110": 441, "120": 468},
     (64, FP8): {"89": 657, "120": 681},
-    (128, FP16): {"80": 886, "86": 886, "89": 886, "90a": 858, "100": 861, "110": 861, "120": 1053},
-    (128, SPLIT): {"80": 635, "86": 635, "89": 635, "90a": 622, "100": 596, "110": 596, "120": 673},
+    (128, FP16): {"80": 886, "86": 886, "89": 886, "90a": 858, "100": 861, "110": 889, "120": 1053},
+    (128, SPLIT): {"80": 635, "86": 635, "89": 635, "90a": 622, "100": 596, "110": 609, "120": 673},
     (128, FP8): {"89": 882, "120": 934},
     (128, FP8_SPLIT): {"89": 1003, "120": 1076},
     (64, FP8_SPLIT): {"89": 721, "120": 753},
-    (256, FP16): {"80": 585, "86": 585, "89": 585, "90a": 572, "100": 567, "110": 567, "120": 672},
+    (256, FP16): {"80": 585, "86": 585, "89": 585, "90a": 572, "100": 567, "110": 581, "120": 672},
     (256, FP8): {"89": 599, "120": 648},
 }
 
@@ -108,10 +108,10 @@ def loop(code: list[Instruction]) -> list[Instruction]:
     return min(loops, key=len)
 
 
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize(
     "architecture", [pytest.param(a, marks=pytest.mark.slow if a == "90a" else []) for a in ARCHITECTURES]
 )
-@pytest.mark.parametrize("unit", UNITS)
 def test_tensor_cores_and_registers(unit: str, architecture: str, folder: Path) -> None:
     found = kernels(unit, architecture, folder)
     family = UNITS.index(unit)
