@@ -31,6 +31,7 @@ class Backend:
         None: caches on its devices are stored, and attended exactly.
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
+    newer: the architecture whose PTX devices run that came after every row; None: not here.
     card: whose measured cost model calibration takes on its devices; "": what is predicted for the card by its name.
     has_fp8: its devices multiply FP8, as the default recipe does where it can.
     has_fp16_sums: its kernels can sum P V in fp16, which some cards do twice as fast (cards/table.py).
@@ -45,6 +46,7 @@ class Backend:
     pages: str | None = None
     no_gain: Rule | None = None
     architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    newer: str | None = None
     card: str = ""
     has_fp8: bool = True
     has_fp16_sums: bool = False
@@ -54,6 +56,16 @@ class Backend:
     def is_compiled(self) -> bool:
         """Kernels of CUDA cards, whose break-even lengths are measured."""
         return bool(self.architectures)
+
+    def architecture(self, capability: tuple[int, int] | None) -> str | None:
+        """The architecture whose code CUDA devices of this compute capability run; None: it does not serve them."""
+        if (
+            capability is not None
+            and self.newer
+            and capability > max(c for b in BACKENDS.values() for c in b.architectures)
+        ):
+            return self.newer
+        return None if capability is None else self.architectures.get(capability)
 
 
 def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
@@ -157,6 +169,7 @@ BACKENDS: dict[str, Backend] = {
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
             architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100", (11, 0): "110"},
+            newer="120",
             has_fp8=False,
             has_fp16_sums=True,
             is_proven=False,
@@ -185,20 +198,21 @@ def of_device(recipe: Recipe, backend: str) -> Recipe:
 
 def find(device: str, capability: tuple[int, int] | None = None) -> str:
     """The name of the backend of devices of this type and, with CUDA, compute capability; "none" if there is none."""
-    served = (b for b in BACKENDS.values() if b.device == device and (device == "cpu" or capability in b.architectures))
+    served = (b for b in BACKENDS.values() if b.device == device and (device == "cpu" or b.architecture(capability)))
     return next((b.name for b in served), "none")
 
 
 def capabilities() -> str:
-    """The compute capabilities that kernels exist for, for messages: "8.9, 9.0"."""
-    return ", ".join(
+    """The compute capabilities that kernels exist for, for messages: "8.9, 9.0 and newer"."""
+    named = ", ".join(
         f"{major}.{minor}" for major, minor in sorted({c for b in BACKENDS.values() for c in b.architectures})
     )
+    return f"{named} and newer" if any(b.newer for b in BACKENDS.values()) else named
 
 
 def architecture_of(capability: tuple[int, int]) -> str | None:
     """The architecture whose machine code devices of this compute capability run; None if nothing is compiled."""
-    return next((a for b in BACKENDS.values() for c, a in b.architectures.items() if c == capability), None)
+    return next((a for b in BACKENDS.values() if (a := b.architecture(capability))), None)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from torch import Tensor
 from sage_patch import backends
 from sage_patch.args import Args, key_padding
 from sage_patch.errors import SagePatchError
-from sage_patch.kernels import accumulators, first_use, torch_private
+from sage_patch.kernels import accumulators, driver, first_use, torch_private
 from sage_patch.kernels.plans import PLANS
 from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
@@ -137,6 +137,7 @@ def _open(path: str) -> ctypes.CDLL:
             f"{path} is version {lib.sage2_version()} of the library, this package needs version {VERSION}: remove the "
             "file or reinstall the package"
         )
+    driver.check(lib.sage2_cuda_version())
     lib.sage2_last_error.restype = ctypes.c_char_p
     lib.sage2_page_bytes.restype = ctypes.c_size_t
     for name in ("sage2_prepare", "sage2_forward", "sage2_prepare_and_forward"):

@@ -30,7 +30,7 @@ def types_here() -> tuple[str, ...]:
     return ("fp8", "fp16") if row.has_fp8 else ("fp16",)
 
 
-def measure(types: Sequence[str], how: timing.Timing = timing.Timing()) -> Times:
+def measure(types: Sequence[str], how: timing.Timing = timing.FROM_REST) -> Times:
     """Times of the attention kernels of the INT8 recipes with these types of P V, with sums in fp32 and in fp16."""
     index = torch.cuda.current_device()
     found: Times = {pv: {"fp32": {}, "fp16": {}} for pv in types}

@@ -122,7 +122,9 @@ def ratios(milliseconds: dict[str, float]) -> dict[str, float]:
     return {f"{a}/{b}": milliseconds[b] / milliseconds[a] for a in ours for b in peers}
 
 
-def measure(progress: Callable[[str, int, int], None] = lambda *_: None, how: timing.Timing = timing.Timing()) -> Share:
+def measure(
+    progress: Callable[[str, int, int], None] = lambda *_: None, how: timing.Timing = timing.FROM_REST
+) -> Share:
     """Time the current card. Raises BenchError without a card that has kernels, BuildError without their library."""
     require_gpu()
     library.prepare(None)

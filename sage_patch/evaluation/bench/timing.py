@@ -38,6 +38,9 @@ class Timing:
         return self.rest + 0.1 + (self.sustained if is_sustained else 0.0)
 
 
+FROM_REST = Timing()
+
+
 class Figure(NamedTuple):
     """Mean milliseconds of a call in a burst and sustained (None: not asked for), and when: time.time() at the
     beginning and end of both."""
