@@ -20,6 +20,7 @@ import typer
 
 from sage_patch import __version__
 from sage_patch.errors import SagePatchError
+from sage_patch.extras import needed_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -456,7 +457,8 @@ def _progress(console: Console, loads_models: bool = True) -> Iterator[Progress]
 def _clean_errors(interrupted: str = "nothing was written") -> Iterator[None]:
     """Errors that a person can act on become one message and exit code 2; Ctrl-C becomes 130."""
     try:
-        yield
+        with needed_for("this command"):
+            yield
     except KeyboardInterrupt:
         _say(f"interrupted; {interrupted}")
         raise typer.Exit(130) from None

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What each part may import of this package, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "extras": set(),
     "reasons": set(),
     "recipes": set(),
     "args": set(),
@@ -32,12 +33,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
     "attention": {"arguments", "dispatch", "recipes", "reference", "kernels"},
+    "compat": {"arguments", "attention", "dispatch", "recipes"},
     "fingerprint": {"policy"},
-    "integrations": {"dispatch", "attention", "pages", "policy", "recipes", "backends", "args", "kernels"},
+    "integrations": {
+        "dispatch",
+        "attention",
+        "pages",
+        "policy",
+        "recipes",
+        "backends",
+        "args",
+        "kernels",
+        "config",
+        "extras",
+    },
     "handle": {"integrations", "kernels", "policy"},
     "patch": {
         "handle",
         "config",
+        "extras",
         "integrations",
         "fingerprint",
         "dispatch",
@@ -48,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "evaluation": {
         "patch",
+        "extras",
         "fingerprint",
         "dispatch",
         "attention",
@@ -62,12 +77,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "policy",
         "recipes",
     },
-    "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
-    "__main__": {"cli"},
+    "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels", "extras"},
+    "__main__": {"cli", "extras"},
     "_hook": {"integrations"},
     "": {
         "_hook",
         "attention",
+        "compat",
+        "extras",
         "dispatch",
         "config",
         "handle",
@@ -77,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },  # __init__: lazily
 }
-STANDARD_LIBRARY_ONLY = {"backends", "errors", "figures", "names", "policy", "reasons", "recipes"}
+STANDARD_LIBRARY_ONLY = {"backends", "errors", "extras", "figures", "names", "policy", "reasons", "recipes"}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say
 MAY_IMPORT_HUGGING_FACE = {
     "integrations/configurations",

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from sage_patch.errors import SagePatchError
+from sage_patch.extras import MissingPackage, needed_for
 from sage_patch.kernels.build import cache_dir
 
 if TYPE_CHECKING:
@@ -44,13 +45,16 @@ def load_text_model(spec: ModelSpec) -> tuple[nn.Module, Any]:
     if spec.gguf is not None:
         folder = str(_converted(Path(folder) / spec.gguf, spec.sha256))
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        with needed_for("loading a language model"):
+            from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if (Path(folder) / INT8_WEIGHTS).is_file():
             model = _from_int8(folder, spec.dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=spec.dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
+    except MissingPackage:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
     return model.to(device).eval(), tokenizer
@@ -70,8 +74,9 @@ def load_pipeline(spec: ModelSpec) -> Any:
             "a language model runs under task.kind: text"
         )
     try:
-        from diffusers import DiffusionPipeline
-        from diffusers.utils import logging
+        with needed_for("loading a pipeline"):
+            from diffusers import DiffusionPipeline
+            from diffusers.utils import logging
 
         logging.disable_progress_bar()
         index: dict[str, Any] = dict(DiffusionPipeline.load_config(spec.path))  # type: ignore[arg-type]
@@ -85,7 +90,7 @@ def load_pipeline(spec: ModelSpec) -> Any:
             # A component that the folder goes without must be named again to be gone without.
             absent: dict[str, Any] = {name: None for name, part in _components(index).items() if part is None}
             pipeline = DiffusionPipeline.from_pretrained(spec.path, dtype=dtype, **absent)
-    except ModelError:
+    except (ModelError, MissingPackage):
         raise
     except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
         raise ModelError(f"cannot load a diffusers pipeline from {spec.path}: {error}") from error
@@ -98,10 +103,13 @@ def load_clip(path: str, device: torch.device) -> tuple[nn.Module, Any]:
     if not Path(path).is_dir():
         raise ModelError(f"evaluate.clip: no such folder: {path}")
     try:
-        from transformers import CLIPModel, CLIPProcessor
+        with needed_for("the CLIP score"):
+            from transformers import CLIPModel, CLIPProcessor
 
         model: nn.Module = CLIPModel.from_pretrained(path, local_files_only=True)
         processor = CLIPProcessor.from_pretrained(path, local_files_only=True)
+    except MissingPackage:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"evaluate.clip: cannot load a CLIPModel from {path}: {error}") from error
     return model.to(device).eval(), processor
