@@ -371,3 +371,84 @@ with warnings.catch_warnings(record=True) as seen:
 print([str(w.message) for w in seen if "diffusers has looked" in str(w.message)])
 """)
     assert "before diffusers" in out
+
+
+# ---- compiled, and on the card ---------------------------------------------------------------------------------------
+
+
+def test_it_compiles_without_a_break():
+    q, k, v = tensors()
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return shim.sageattn(q, k, v, is_causal=True, return_lse=True)
+
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
+    for got, want in zip(compiled(q, k, v), both(q, k, v), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("smooth_k", [True, False])
+@pytest.mark.parametrize("name", ["sageattn", *BY_NAME])
+def test_every_name_runs_quantized_on_the_card(name, smooth_k):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4096, 16, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    recipe = BY_NAME.get(name, "sage2") + ("" if smooth_k else ":smooth=none")
+    got = getattr(shim, name)(q, k, v, "NHD", smooth_k=smooth_k, return_lse=True)
+    assert {reason for _, reason in ran()} == {""}
+    want = sage_patch.sage_attention(q, k, v, tensor_layout="NHD", return_lse=True, recipe=recipe)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    exact = F.scaled_dot_product_attention(*(x[:1].transpose(1, 2).float() for x in (q, k, v))).transpose(1, 2)
+    assert float((got[0][:1] - exact).abs().mean() / exact.abs().mean()) < 0.08
+
+
+@pytest.mark.gpu
+def test_varlen_on_the_card():
+    torch.manual_seed(0)
+    lengths = [3000, 4096, 2048]
+    q, k, v = (torch.randn(sum(lengths), 16, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().cuda()
+    out = shim.sageattn_varlen(q, k, v, cu, cu, 4096, 4096, is_causal=True, smooth_k=False)
+    assert {reason for _, reason in ran()} == {""}
+    begin, end = cu.tolist()[1:3]
+    want = F.scaled_dot_product_attention(
+        *(x[begin:end].transpose(0, 1)[None].float() for x in (q, k, v)), is_causal=True
+    )
+    assert float((out[begin:end].transpose(0, 1)[None] - want).abs().mean() / want.abs().mean()) < 0.08
+
+
+@pytest.mark.gpu
+def test_diffusers_own_backend_equals_sage_attention_on_the_card():
+    """With diffusers' own checks on: set_attention_backend("sage") on a Flux, and the patched model, bit for bit."""
+    pytest.importorskip("diffusers")
+    out = run("""
+import os; os.environ["DIFFUSERS_ATTN_CHECKS"] = "1"
+import torch, sage_patch
+installed = sage_patch.compat.install()
+from diffusers import FluxTransformer2DModel, attention_backend
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from sage_patch.kernels import ops
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 4096, 16, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+for backend, recipe in {"sage": "sage2", "_sage_qk_int8_pv_fp8_cuda_sm90": "qk_int8_pv_fp8"}.items():
+    with attention_backend(backend):
+        got = dispatch_attention_fn(q, k, v, scale=0.1)
+    assert torch.equal(got, sage_patch.sage_attention(q, k, v, scale=0.1, tensor_layout="NHD", recipe=recipe)), backend
+with torch.device("cuda"):
+    model = FluxTransformer2DModel(patch_size=1, in_channels=64, num_layers=1, num_single_layers=1,
+        attention_head_dim=128, num_attention_heads=24, joint_attention_dim=64, pooled_projection_dim=64)
+    model = model.to(torch.bfloat16).eval()
+    inputs = dict(hidden_states=torch.randn(1, 4096, 64), encoder_hidden_states=torch.randn(1, 512, 64),
+        pooled_projections=torch.randn(1, 64))
+    inputs = {name: x.to(torch.bfloat16) for name, x in inputs.items()}
+    inputs |= dict(timestep=torch.tensor([0.5]), img_ids=torch.zeros(4096, 3), txt_ids=torch.zeros(512, 3))
+with torch.no_grad():
+    with sage_patch.applied(model) as handle:
+        patched = model(**inputs).sample
+    ops.reset_counts()
+    model.set_attention_backend("sage")
+    assert torch.equal(model(**inputs).sample, patched)
+print("quantized", sage_patch.stats()["quantized"], "of", sage_patch.stats()["calls"], handle.stats()["quantized"])
+""")
+    print(out)
+    assert "quantized 2 of 2 2" in out

@@ -8,7 +8,6 @@ blocks over as many keys as queries, "attn2" over another number; "input.4.0.att
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +46,6 @@ class Override:
         self._token = f"comfyui{next(_NUMBERS)}/"
         self._plans: dict[str, Plan] = {}
         self._by_step = any(rule.steps is not None for rule in policy.rules)
-        self._lock = threading.Lock()
         self._sigma: tuple[Tensor | None, _Where] = (None, (None, None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Override:
@@ -109,8 +107,7 @@ class Override:
 
     def _unfelt(self) -> list[str]:
         """Rules that no site seen so far matches: their names may be those of diffusers."""
-        with self._lock:
-            felt = {rule for plan in self._plans.values() for rules in plan.matches.values() for rule in rules}
+        felt = {rule for plan in list(self._plans.values()) for rules in plan.matches.values() for rule in rules}
         rules = enumerate(self.policy.rules)
         return [f"rule {i + 1} {rule} matched no site that was seen" for i, rule in rules if i not in felt]
 
@@ -129,8 +126,7 @@ class Override:
                 f"the policy names layers from the end, and {site.name} tells no number: {error}"
             ) from None
         plan = Plan(self.policy, (site,), True, matches)
-        with self._lock:
-            self._plans[site.name] = plan
+        self._plans[site.name] = plan
         return plan
 
     def _step(self, options: Mapping[str, Any], site: AttentionSite) -> _Where:
