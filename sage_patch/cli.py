@@ -91,28 +91,44 @@ def run(
 
 @app.command()
 def plan(
-    config: Config,
+    config: Annotated[
+        Path | None, typer.Argument(help="A run configuration (YAML), such as configs/quickstart.yaml.")
+    ] = None,
     set_: Overrides = None,
     meta: Annotated[
         bool, typer.Option("--meta", help="Build the model without weights, from its config alone.")
     ] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="ID", help="In place of a run configuration: a hub id or folder; no weights.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="With --model: a recipe, a shipped policy such as wan, or a file.")
+    ] = "sage2",
 ) -> None:
     """Show which recipe every attention site would get, without running the model."""
     with _clean_errors():
-        from sage_patch.config import load_run_config
+        from sage_patch.config import ConfigError, load_policy, load_run_config
 
-        loaded = load_run_config(config, [*(set_ or []), *(["model.meta=true"] if meta else [])])
+        if (config is None) == (model is None):
+            raise ConfigError(
+                "plan needs a run configuration (YAML), or --model with a hub id or folder; one of the two"
+            )
+        loaded = load_run_config(config, [*(set_ or []), *(["model.meta=true"] if meta else [])]) if config else None
+        wanted = loaded.policy.build() if loaded is not None else load_policy(policy)
 
-        from sage_patch.evaluation.models import load_pipeline, load_text_model
+        from sage_patch.evaluation.models import load_pipeline, load_text_model, load_weightless
         from sage_patch.evaluation.tables import plan_table, show
         from sage_patch.patch import plan as resolve_plan
 
         console = _console()
         with _progress(console) as progress:
             progress("loading the model", 0, 1)
-            text = loaded.task.kind == "text"
-            model = load_text_model(loaded.model)[0] if text else load_pipeline(loaded.model)
-        show([plan_table(resolve_plan(model, loaded.policy.build()).rows())], console)
+            if loaded is None:
+                built = load_weightless(str(model))
+            else:
+                text = loaded.task.kind == "text"
+                built = load_text_model(loaded.model)[0] if text else load_pipeline(loaded.model)
+        show([plan_table(resolve_plan(built, wanted).rows())], console)
 
 
 @app.command()

@@ -19,6 +19,7 @@ EXTRAS = {
     "diffusers": "diffusers",
     "typer": "cli",
     "rich": "cli",
+    "huggingface_hub": "run",
     "safetensors": "run",
     "PIL": "media",
     "av": "media",

@@ -98,6 +98,35 @@ def load_pipeline(spec: ModelSpec) -> Any:
     return pipeline.to(device)
 
 
+def load_weightless(path: str) -> Any:
+    """The pipeline or language model of a folder or hub id without its weights, from configs alone: enough for a plan.
+
+    Raises ModelError.
+    """
+    from sage_patch.schema import ModelSpec
+
+    spec = ModelSpec(path=path, meta=True)
+    return load_pipeline(spec) if _is_pipeline(path) else load_text_model(spec)[0]
+
+
+def _is_pipeline(path: str) -> bool:
+    """Whether there is a model_index.json, in the folder or on the hub."""
+    if Path(path).is_dir():
+        return (Path(path) / "model_index.json").is_file()
+    with needed_for("loading from the hub"):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    try:
+        hf_hub_download(path, "model_index.json")
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"{path} is no folder here, and the hub cannot be reached") from error
+    except EntryNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is no folder here, and the hub does not give it: {error}") from error
+    return True
+
+
 def load_clip(path: str, device: torch.device) -> tuple[nn.Module, Any]:
     """(CLIPModel, its processor) of a local folder, on the device. Raises ModelError."""
     if not Path(path).is_dir():
