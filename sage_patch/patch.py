@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from sage_patch.cards import table as cards
+from sage_patch.extras import needed_for
 from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.handle import LOCK, Handle, PatchError, row_of, summary
 from sage_patch.integrations.configurations import config_copies, give_names_back, mask_styles
@@ -146,8 +147,8 @@ def policy_of(given: Given) -> Policy:
         )
     if isinstance(given, str) and given in recipe_names():
         return Policy(recipe=given)
-    from sage_patch.config import load_policy  # needs pydantic and PyYAML, which nothing above does
-
+    with needed_for("reading a policy"):
+        from sage_patch.config import load_policy  # needs pydantic and PyYAML, which nothing above does
     return load_policy(given)
 
 

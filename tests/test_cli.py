@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import sage_patch
-from sage_patch import cli
+from sage_patch import cli, terminal
 from sage_patch.config import ConfigError, load_policy, load_run_config
 from sage_patch.evaluation import environment, metrics, run, tables
 from sage_patch.evaluation.evaluate import check_targets
@@ -238,4 +238,17 @@ def test_a_policy_file_can_be_used_by_program_and_by_run(tmp_path: Path) -> None
 def test_an_output_that_is_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("x")
     with pytest.raises(ConfigError, match="the output must be a folder, and .*taken is a file"):
-        cli._folder(tmp_path / "taken")
+        terminal.output_folder(tmp_path / "taken")
+
+
+def test_plan_of_a_folder_or_hub_id_without_a_run_file(tmp_path):
+    """A model by its place, a policy by its name; built from the configs alone."""
+    text = invoke("plan", "--model", str(ROOT / "tests/assets/lm-tiny-d128"), "--policy", "qk_int8_pv_fp16")
+    assert text.exit_code == 0 and "qk_int8_pv_fp16" in text.stdout and "model.layers." in text.stdout
+    video = invoke("plan", "--model", str(ROOT / "tests/assets/wan-doom-d128"), "--policy", "wan")
+    assert video.exit_code == 0 and "attn2" in video.stdout and "too short to gain" in " ".join(video.stdout.split())
+    for wrong in (("plan",), ("plan", "configs/tiny.yaml", "--model", "x")):
+        refused = invoke(*wrong)
+        assert refused.exit_code == 2 and "--model with a hub id or folder; one of the two" in refused.output
+    gone = invoke("plan", "--model", "nobody/nothing")
+    assert gone.exit_code == 2 and "nobody/nothing is no folder here" in gone.output

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What each part may import of this package, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "extras": set(),
     "reasons": set(),
     "recipes": set(),
     "args": set(),
@@ -34,12 +35,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
     "attention": {"arguments", "dispatch", "recipes", "reference", "kernels"},
+    "compat": {"arguments", "attention", "dispatch", "recipes"},
     "fingerprint": {"policy"},
-    "integrations": {"dispatch", "attention", "pages", "policy", "recipes", "backends", "args", "kernels"},
+    "integrations": {
+        "dispatch",
+        "attention",
+        "pages",
+        "policy",
+        "recipes",
+        "backends",
+        "args",
+        "kernels",
+        "config",
+        "extras",
+    },
     "handle": {"integrations", "kernels", "policy"},
     "patch": {
         "handle",
         "config",
+        "extras",
         "integrations",
         "fingerprint",
         "cards",
@@ -52,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {
         "cards",
         "patch",
+        "extras",
         "fingerprint",
         "dispatch",
         "attention",
@@ -66,12 +81,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "policy",
         "recipes",
     },
-    "cli": {"cards", "evaluation", "patch", "config", "policy", "recipes", "kernels"},
-    "__main__": {"cli"},
+    "cli": {"terminal", "cards", "evaluation", "patch", "config", "policy", "recipes", "kernels", "extras"},
+    "cli_kernels": {"terminal", "cards", "evaluation", "kernels", "recipes", "extras"},
+    "terminal": {"evaluation", "config", "extras"},
+    "__main__": {"cli", "extras"},
     "_hook": {"integrations"},
     "": {
         "_hook",
         "attention",
+        "compat",
+        "extras",
         "dispatch",
         "config",
         "handle",
@@ -81,16 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },  # __init__: lazily
 }
-STANDARD_LIBRARY_ONLY = {
-    "backends",
-    "cards",
-    "errors",
-    "figures",
-    "names",
-    "policy",
-    "reasons",
-    "recipes",
-}
+STANDARD_LIBRARY_ONLY = {"backends", "cards", "errors", "extras", "figures", "names", "policy", "reasons", "recipes"}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say
 MAY_IMPORT_HUGGING_FACE = {
     "integrations/configurations",

@@ -236,18 +236,20 @@ def _tag_and_site(module: nn.Module) -> tuple[SiteTag, str]:
 
 def sage2_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
     attention_mask: Tensor | None = None,
     style: MaskStyle | None = None,
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask that the model needs (see MaskStyle), with its pattern noted on it (see masks.py).
 
-    style: given by the registered name that apply() chose; None reads it off the model's file. Raises
+    style: given by the registered name that apply() chose; None reads it off the model's file. cache_position: the
+    queries' positions, in place of q_length and q_offset until transformers 5.3. Raises
     OwnAttentionError for models that build masks through transformers but attend in their own code: they would
     read this mask as something else and compute wrong logits.
     """
@@ -259,13 +261,18 @@ def sage2_mask(
     function = mask_function if mask_function is not None else causal_mask_function
     if style != "implicit":
         kwargs["allow_is_causal_skip"] = False
+    queries: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
+    if cache_position is not None:
+        queries = {"cache_position": cache_position}
+        q_length, q_offset = cache_position.shape[0], cache_position[0]
     build: Callable = eager_mask if style == "float" else sdpa_mask
     mask = build(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=function, attention_mask=attention_mask, **kwargs,
+        batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=function,
+        attention_mask=attention_mask, **queries, **kwargs,
     )  # fmt: skip
     if mask is None:
         return None
+    assert q_length is not None
     return classify(mask, q_length, kv_length, q_offset, kv_offset, function, attention_mask)
 
 
