@@ -1,11 +1,11 @@
-// The attention kernels of the dense family with rotation: a unit of their own, so that all families compile at the
-// same time.
+// The attention kernels of the dense family with rotation: a unit of their own, so
+// that all compile at the same time.
 // Architectures: 90a
 #include "fwd_sm90.cuh"
 
 namespace sage2 {
 
-template cudaError_t load_family_sm90<kRotated>();
-template cudaError_t launch_family_sm90<kRotated>(Params &, int, bool, cudaStream_t);
+template cudaError_t load_family_sm90<kRotated, kExact>();
+template cudaError_t launch_family_sm90<kRotated, kExact>(Params &, int, bool, cudaStream_t);
 
 }  // namespace sage2

@@ -2,11 +2,11 @@
 """Dumps every stage of the Hopper kernel for small shapes, as golden arrays for machines without a GPU.
 
     python scripts/gpu_golden.py --out tests/kernels/golden_stages.npz
-    python scripts/gpu_golden.py --rotated --out tests/kernels/golden_rotation.npz
 
 Builds the library with -DSAGE2_DUMP (cuda_kernels/dump.cuh) beside the product library, runs the cases of
 tests/zoo/golden_stages.py on both, requires equal outputs bit for bit, compares every stage with the emulator
-and writes one compressed file of at most 1 MB, the card and the versions inside it as `meta`.
+and writes a compressed file of at most 1 MB, the card and the versions inside it as `meta`; calls with another exponent
+go to golden_exponents.npz beside it. --exponents: only those.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def run_case(lib: ctypes.CDLL, case: golden.Case, recipe: str) -> dict[str, torc
     return {n: x.cpu() for n, x in (*stages.items(), ("out", product.out), ("lse", product.lse))}
 
 
-def environment(cases: list[golden.Case]) -> dict[str, object]:
+def environment() -> dict[str, object]:
     smi = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
     )
@@ -111,34 +111,43 @@ def environment(cases: list[golden.Case]) -> dict[str, object]:
         "card": smi.stdout.strip().splitlines()[0] if smi.stdout.strip() else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "nvcc": None if nvcc is None else build.nvcc_version(nvcc),
-        "inputs": {case.name: golden.fingerprint(case) for case in cases},
+        "inputs": {case.name: golden.fingerprint(case) for case in golden.CASES},
     }
 
 
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--out", required=True)
-    ap.add_argument("--rotated", action="store_true", help="the cases with rotation, else those without")
+    ap.add_argument("--out", required=True, type=Path)
+    ap.add_argument("--exponents", action="store_true")
+    ap.add_argument("--rotated", action="store_true")
     args = ap.parse_args()
-    cases = [case for case in golden.CASES if case.rotated == args.rotated]
-    saved: dict[str, np.ndarray] = {"meta": np.array(json.dumps(environment(cases)))}
+    meta = np.array(json.dumps(environment()))
+    files: dict[Path, dict[str, np.ndarray]] = {}
     with tempfile.TemporaryDirectory() as tmp:
         lib = build_dump(Path(tmp))
         library.prepare(None)
         print(f"both libraries ready after {time.monotonic() - START:.1f} s", flush=True)
-        for case in cases:
+        for case in golden.CASES:
             for recipe in case.recipes:
+                is_other = ":exp=" in recipe
+                if (args.exponents and not is_other) or (args.rotated and not case.rotated):
+                    continue
+                path = args.out
+                if is_other or case.rotated:
+                    path = path.with_name("golden_exponents.npz" if is_other else "golden_rotation.npz")
+                saved = files.setdefault(path, {"meta": meta})
                 got = golden.to_store(case, recipe, run_case(lib, case, recipe))
                 scores = got[f"{case.name}.scores"]
                 if not np.array_equal(saved.setdefault(f"{case.name}.scores", scores), scores):
                     raise SystemExit(f"{case.name}: the two recipes disagree about the scores")
                 saved |= got
-                np.savez_compressed(args.out, **saved)  # what is there survives a case that fails
+                np.savez_compressed(path, **saved)  # what is there survives a case that fails
                 print(case.name, recipe, asdict(golden.compare(case, recipe, saved)), flush=True)
-    size = Path(args.out).stat().st_size
-    print(f"{size} bytes after {time.monotonic() - START:.1f} s")
-    if size > MOST_BYTES:
-        raise SystemExit(f"more than {MOST_BYTES} bytes: keep fewer rows")
+    for path in files:
+        size = path.stat().st_size
+        print(f"{path}: {size} bytes after {time.monotonic() - START:.1f} s")
+        if size > MOST_BYTES:
+            raise SystemExit(f"{path}: more than {MOST_BYTES} bytes: keep fewer rows")
 
 
 if __name__ == "__main__":

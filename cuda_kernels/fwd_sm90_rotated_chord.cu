@@ -1,0 +1,11 @@
+// The attention kernels of the dense family with rotation and the exponent kChord (exponent.cuh): a unit of their own, so
+// that all compile at the same time.
+// Architectures: 90a
+#include "fwd_sm90.cuh"
+
+namespace sage2 {
+
+template cudaError_t load_family_sm90<kRotated, kChord>();
+template cudaError_t launch_family_sm90<kRotated, kChord>(Params &, int, bool, cudaStream_t);
+
+}  // namespace sage2
