@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sage_patch.recipes import USUAL_LIMITS, Call, Limits, Recipe, as_run, rotated
+from sage_patch.recipes import USUAL_LIMITS, Call, Limits, Recipe, as_run
 
 Rule = Callable[[Recipe, Call], str | None]  # None, or the reason why not: a stable word
 
