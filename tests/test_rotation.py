@@ -4,6 +4,7 @@ the emulator of the kernels and the pages do the same."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor
 from oracle import QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, measure, normal, qkv
 from sage_patch.args import PageArgs
 from sage_patch.attention import sage_attention
-from sage_patch.backends import why_not
+from sage_patch.backends import BACKENDS, why_not
 from sage_patch.config import ConfigError, load_policy
+from sage_patch.dispatch import choose
 from sage_patch.pages import Pages
-from sage_patch.recipes import NO_LIMITS, RECIPES, Call, parse_recipe
+from sage_patch.policy import AttentionSite, resolve
+from sage_patch.recipes import NO_LIMITS, RECIPES, Call, parse_recipe, rotated, with_rotation
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import pages as emulated_pages
 from sage_patch.reference.emulator.prepare import padded_dim
@@ -175,13 +178,33 @@ def test_the_emulator_without_keys_and_with_lost_ones() -> None:
     assert not s.out[1].any() and s.lse[1].isneginf().all()
 
 
-def test_the_hopper_kernels_refuse_until_they_rotate() -> None:
-    call = Call("sm90", "cuda", "bfloat16", 128, 128, 8, 8, 4096, 4096)
+@pytest.mark.parametrize("backend", ["sm90", "mma", "reference"])
+def test_every_backend_rotates(backend: str) -> None:
+    call = Call(backend, "cuda", "bfloat16", 128, 128, 8, 8, 4096, 4096)
     for name in QUANTIZED:
         assert RECIPES[name].rotate == "none"
-        assert why_not(parse_recipe(name), call, NO_LIMITS) is None
-        assert why_not(parse_recipe(f"{name}:rotate=hadamard"), call, NO_LIMITS) == "variant"
-        assert why_not(parse_recipe(f"{name}:rotate=hadamard"), call._replace(backend="reference")) is None
+        assert why_not(parse_recipe(f"{name}:rotate=hadamard"), call, NO_LIMITS) is None
+
+
+def test_auto_is_what_the_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the name that is counted says what ran."""
+    recipe = parse_recipe("qk_int8_pv_fp8:smooth_v=off,rotate=auto")
+    call = Call("sm90", "cuda", "bfloat16", 96, 96, 8, 8, 4096, 4096)
+    chosen, reason = choose(recipe, call, NO_LIMITS)
+    assert (chosen.name, chosen.rotate, reason) == ("qk_int8_pv_fp8:smooth_v=off,rotate=hadamard", "hadamard", "")
+    assert parse_recipe(chosen.name) == chosen
+    plain = replace(BACKENDS["sm90"], rotates=lambda head_dim: head_dim == 64)
+    monkeypatch.setitem(BACKENDS, "sm90", plain)
+    chosen, _ = choose(recipe, call, NO_LIMITS)
+    assert (chosen.name, chosen.rotate, chosen.smooth_v) == ("qk_int8_pv_fp8:smooth_v=off", "none", False)
+    assert choose(recipe, call._replace(head_dim=64, v_head_dim=64), NO_LIMITS)[0].rotate == "hadamard"
+    assert choose(parse_recipe("sage2:rotate=auto"), call, NO_LIMITS)[0].name == "qk_int8_pv_fp8"
+
+
+def test_auto_on_a_cpu_is_hadamard() -> None:
+    q, k, v = qkv(1, 2, 64, 300, 64, dtype=torch.bfloat16)
+    out = sage_attention(q, k, v, recipe="qk_int8_pv_fp8:rotate=auto")
+    assert torch.equal(out, run("qk_int8_pv_fp8", q, k, v)[0])
 
 
 # --- pages ----------------------------------------------------------------------------------------------------
@@ -213,18 +236,35 @@ def test_pages_hold_rotated_keys(dim: int) -> None:
     assert measure(pieces.attend(q, args)[0], want).rel_l1 < 0.06
 
 
-def test_a_card_has_no_rotated_pages_yet() -> None:
-    with pytest.raises(ValueError, match="no kernel holds rotated keys in pages; got rotated=True on cuda"):
-        Pages(1, 1, 64, torch.float16, "cuda", rotated=True)
-
-
 # --- as a property of recipes ---------------------------------------------------------------------------------
 
 
 def test_a_policy_names_it() -> None:
     policy = load_policy({"version": 1, "recipe": "sage2", "rules": [{"layers": 0, "recipe": "sage2:rotate=hadamard"}]})
     assert parse_recipe(policy.rules[0].recipe).rotate == "hadamard"
-    with pytest.raises(ValueError, match="rotate must be one of none, hadamard; got 'yes'"):
+    with pytest.raises(ValueError, match="rotate must be one of none, hadamard, auto; got 'yes'"):
         parse_recipe("sage2:rotate=yes")
     with pytest.raises(ConfigError, match="unknown variant 'rotat'; nearest: \"rotate\""):
         load_policy({"version": 1, "recipe": "sage2:rotat=hadamard"})
+
+
+def test_a_policy_rotates_all_its_recipes() -> None:
+    policy = load_policy(
+        {
+            "version": 1,
+            "rotate": "auto",
+            "rules": [
+                {"layers": 0, "recipe": "qk_int4_pv_fp8:rotate=none"},
+                {"layers": 1, "recipe": "exact"},
+                {"layers": 2, "recipe": "qk_int8_pv_fp16:smooth=none"},
+            ],
+        }
+    )
+    sites = [AttentionSite(name=str(i), index=i, num_heads=8, num_kv_heads=8, head_dim=64) for i in range(4)]
+    wanted = ["qk_int4_pv_fp8:rotate=none", "exact", "qk_int8_pv_fp16:smooth=none,rotate=auto", "sage2:rotate=auto"]
+    assert [row["recipe"] for row in resolve(policy, sites).rows()] == wanted
+    assert load_policy(yaml_of(policy)) == policy
+    with pytest.raises(ConfigError, match="rotate"):
+        load_policy({"version": 1, "rotate": "yes"})
+    assert with_rotation("sage2", None) == "sage2"
+    assert rotated("qk_int8_pv_fp8:rotate=auto,smooth=k", "none") == "qk_int8_pv_fp8:smooth=k"

@@ -1,7 +1,7 @@
 """Results the kernels gave on a real H200, checked where there is no GPU.
 
 golden.npz (scripts/gpu_small.py --golden): images and scales bit for bit; outputs and log-sum-exp against the emulator,
-and against float64. golden_stages.npz, golden_exponents.npz and golden_rotation.npz (scripts/gpu_golden.py): every stage
+and against float64. golden_stages.npz, golden_exponents.npz, golden_rotation.npz (scripts/gpu_golden.py): every stage
 between inputs and outputs.
 """
 

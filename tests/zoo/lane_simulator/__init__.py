@@ -57,7 +57,9 @@ class PrepareCall(ctypes.Structure):
         for name in "key value k v k_scale k_mean v_mean v_scale kv_lens kv_starts cu_k key_index seen overflow".split()
     ] + [
         (name, ctypes.c_int32)
-        for name in "batch kv_heads kv_len head_dim v_head_dim blocks bf16 fp16_pv int4 smooth_v size aligned rotate".split()
+        for name in (
+            "batch kv_heads kv_len head_dim v_head_dim blocks bf16 fp16_pv int4 smooth_v size aligned rotate".split()
+        )
     ] + [(name, ctypes.c_float) for name in ("reach", "limit")]  # fmt: skip
 
 
@@ -156,7 +158,8 @@ def _unsigned(x: Tensor) -> Tensor:
 
 def simulate_prepare(
     library: ctypes.CDLL, key: Tensor, value: Tensor, recipe: str, *, packed: bool = False, size: int = 1,
-    aligned: bool = True, split: bool = False, rotated: bool = False, kv_lens: list[int] | None = None, kv_starts: list[int] | None = None,
+    aligned: bool = True, split: bool = False, rotated: bool = False, kv_lens: list[int] | None = None,
+    kv_starts: list[int] | None = None,
     cu_k: list[int] | None = None, key_index: Tensor | None = None, seen: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The bytes of the K and V images, scales and vectors that the pre-processing writes, and what overflowed.
@@ -188,7 +191,8 @@ def simulate_prepare(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         batch=sequences, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, v_head_dim=value.shape[-1],
         blocks=blocks, bf16=key.dtype == torch.bfloat16, fp16_pv=fp16, int4=2 if packed else int4, smooth_v=True,
-        size=size, aligned=aligned, rotate=rotated, reach=4 if split and not fp16 else 16, limit=2 if fp16 else 2.25 if split else 448,
+        size=size, aligned=aligned, rotate=rotated,
+        reach=4 if split and not fp16 else 16, limit=2 if fp16 else 2.25 if split else 448,
     )  # fmt: skip
     library.simulate_prepare(ctypes.byref(call))
     return out
