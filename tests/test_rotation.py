@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from oracle import QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attention, measure, normal, qkv
 from sage_patch.args import PageArgs
 from sage_patch.attention import sage_attention
 from sage_patch.backends import BACKENDS, why_not
-from sage_patch.config import ConfigError, load_policy
+from sage_patch.config import ConfigError, load_policy, policy_to_yaml
 from sage_patch.dispatch import choose
 from sage_patch.pages import Pages
 from sage_patch.policy import AttentionSite, resolve
@@ -260,10 +261,13 @@ def test_a_policy_rotates_all_its_recipes() -> None:
             ],
         }
     )
-    sites = [AttentionSite(name=str(i), index=i, num_heads=8, num_kv_heads=8, head_dim=64) for i in range(4)]
+    sites = [
+        AttentionSite(name=f"b.{i}.attn", stack="b", index=i, depth=4, num_heads=8, num_kv_heads=8, head_dim=64)
+        for i in range(4)
+    ]
     wanted = ["qk_int4_pv_fp8:rotate=none", "exact", "qk_int8_pv_fp16:smooth=none,rotate=auto", "sage2:rotate=auto"]
     assert [row["recipe"] for row in resolve(policy, sites).rows()] == wanted
-    assert load_policy(yaml_of(policy)) == policy
+    assert load_policy(yaml.safe_load(policy_to_yaml(policy))) == policy
     with pytest.raises(ConfigError, match="rotate"):
         load_policy({"version": 1, "rotate": "yes"})
     assert with_rotation("sage2", None) == "sage2"
