@@ -63,10 +63,11 @@ template<class L> SAGE2_DEV void feed_kv(const Params &p, const Cta<L> &cta) {
   }
 }
 
-// prefetch_q of the family that rotates all rows. The tensor cores' softmax keeps the way of shuffles busy, so there are as few of them and
-// as long steps as registers allow; addresses are formed again, not kept.
+// prefetch_q of the family that rotates all rows. The tensor cores' softmax keeps the way of shuffles busy, so there
+// are as few of them and as long steps as registers allow; addresses are formed again, not kept.
 template<class L>
-SAGE2_DEV void prefetch_rotated_q(const Params &p, const Tile &t, int first, const Cta<L> &cta, int buffer, int &parity) {
+SAGE2_DEV void prefetch_rotated_q(const Params &p, const Tile &t, int first, const Cta<L> &cta, int buffer,
+                                  int &parity) {
   constexpr int kPieces = L::dim == 128 ? 2 : 1, kLanes = L::dim / 8 / kPieces;
   const uint16_t *src = q_row(p, t, first);
   // Bytes behind the tiles' slots that nobody else uses.

@@ -81,8 +81,7 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, int head, const Spa
   int block = span.first;
   if constexpr (is_plain(MODE)) {
     #pragma unroll 1
-    for (; block < span.whole; block++)
-      share.template write_keys<true>(p, h, rows, mean, block, block + 1 < span.last);
+    for (; block < span.whole; block++) share.template write_keys<true>(p, h, rows, mean, block, block + 1 < span.last);
     if (block < span.last) share.template write_keys<false>(p, h, rows, mean, block, false);
   } else {
     #pragma unroll 1
@@ -151,8 +150,7 @@ SAGE2_DEV void quantize_values(const Params &p, const Head &h, int head, int par
     #pragma unroll 1
     for (; block < span.whole; block++, next())
       write_values<true, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, block + 1 < span.last);
-    if (block < span.last)
-      write_values<false, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, false);
+    if (block < span.last) write_values<false, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, false);
   } else {
     #pragma unroll 1
     for (; block < span.last; block++, next()) {

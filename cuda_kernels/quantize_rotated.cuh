@@ -1,7 +1,7 @@
 // A warp's share of a block of 128 keys that are rotated before they are quantized. The tokens are those of RowShare,
 // one scale group a warp, but only four lanes (256 channels: eight) hold a key, as pieces of eight channels: most of a
-// butterfly then stays inside a lane. Up to 128 channels each number is formed once and waits in registers for the scale of its
-// group; 256 channels are formed twice.
+// butterfly then stays inside a lane. Up to 128 channels each number is formed once and waits in registers for the
+// scale of its group; 256 channels are formed twice.
 #pragma once
 #include "fwd_mma.h"
 #include "mma_image.h"
@@ -38,8 +38,9 @@ template<int DIM, Mode MODE> struct RotatedShare {
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token();
-    load_some<MODE>(p, h, rows, x, [&](int i) { return first + i / kPieces * kSetTokens; },
-                    [&](int i) { return channel(i % kPieces); });
+    load_some<MODE>(
+        p, h, rows, x, [&](int i) { return first + i / kPieces * kSetTokens; },
+        [&](int i) { return channel(i % kPieces); });
   }
 
   SAGE2_DEV static const float *mean_of(const float *vector) { return vector; }

@@ -18,10 +18,10 @@ template<int N> SAGE2_DEV void butterflies(float (&f)[N], int distance) {
   }
 }
 
-// Rotates rows of N * LANES channels, 64, 128 or 256, in place. A row lies in LANES neighbouring lanes, LANES a power of
-// two, as pieces of eight channels: f[8 i + e] of the row's lane l is channel (i * LANES + l) * 8 + e. Channels past
-// head_dim hold zero. Every lane of the warp must be here. A row with NaN or infinity becomes one of NaN and infinities.
-// Costs log2(LANES) shuffles a number: few lanes with long pieces are cheaper than many with one.
+// Rotates rows of N * LANES channels, 64, 128 or 256, in place. A row lies in LANES neighbouring lanes, LANES a power
+// of two, as pieces of eight channels: f[8 i + e] of the row's lane l is channel (i * LANES + l) * 8 + e. Channels past
+// head_dim hold zero. Every lane of the warp must be here. A row with NaN or infinity becomes one of NaN and
+// infinities. Costs log2(LANES) shuffles a number: few lanes with long pieces are cheaper than many with one.
 template<int LANES, int N> SAGE2_DEV void rotate(float (&f)[N]) {
   static_assert(N % 8 == 0 && LANES <= 32, "pieces of eight channels in the lanes of a warp");
   #pragma unroll
