@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },
     "evaluation": {
+        "config",
         "cards",
         "patch",
         "extras",
@@ -81,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "policy",
         "recipes",
     },
-    "cli": {"terminal", "cards", "evaluation", "patch", "config", "policy", "recipes", "kernels", "extras"},
+    "cli": {"cli_kernels", "terminal", "cards", "evaluation", "patch", "config", "policy", "recipes", "kernels", "extras"},
     "cli_kernels": {"terminal", "cards", "evaluation", "kernels", "recipes", "extras"},
     "terminal": {"evaluation", "config", "extras"},
     "__main__": {"cli", "extras"},
