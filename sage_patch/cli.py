@@ -200,9 +200,7 @@ def calibrate(
 
 @app.command()
 def bench(
-    preset: Annotated[
-        str, typer.Option(help="kernels, lengths, cudnn_fp8, models, smoke.  [default: kernels, or all given below]")
-    ] = "",
+    preset: Annotated[str, typer.Option(help="kernels, lengths, cudnn_fp8, models, smoke.  [default: kernels]")] = "",
     head_dims: Annotated[str, typer.Option(metavar="D,...", help="Head dimensions, up to 256.")] = "",
     lengths: Annotated[str, typer.Option(metavar="N,...", help="Sequence lengths.")] = "",
     masks: Annotated[str, typer.Option(metavar="MASK,...", help="full, causal")] = "full,causal",
@@ -212,35 +210,19 @@ def bench(
     batch: Annotated[int, typer.Option(min=0, help="0: as many as make batch x heads 128, fewer above 8192.")] = 0,
     heads: Annotated[int, typer.Option(min=0, help="Query heads; 0: 32.")] = 0,
     kv_heads: Annotated[int, typer.Option(min=0, help="Key and value heads; 0: as many as query heads.")] = 0,
-    peers: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Others to time, where installed; none.  [default: all]")
-    ] = "",
-    budget: Annotated[
-        float, typer.Option("--budget", metavar="SECONDS", help="Leave shapes out, the least important first.")
-    ] = 300.0,
-    crossover: Annotated[
-        bool, typer.Option("--crossover", help="Measure from which length quantizing pays on this card.")
-    ] = False,
-    table: Annotated[
-        Path | None, typer.Option(help="Write the card's crossover lengths here, not into the user's cache.")
-    ] = None,
-    gate: Annotated[
-        Path | None, typer.Option(help="A bench.json: fail where a ratio to a peer is lower than there.")
-    ] = None,
-    gate_percent: Annotated[float, typer.Option(min=0, help="By how much it may be lower.")] = 5.0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "--out", help="Folder for bench.json, bench.md and bench.png.")
-    ] = None,
+    peers: Annotated[str, typer.Option(metavar="NAME,...", help="Others to time, or none.  [default: all]")] = "",
+    budget: Annotated[float, typer.Option(help="Seconds: leave shapes out, the least important first.")] = 300.0,
+    crossover: Annotated[bool, typer.Option("--crossover", help="From which length quantizing pays here.")] = False,
+    table: Annotated[Path | None, typer.Option(help="Where the crossover goes, if not the user's cache.")] = None,
+    gate: Annotated[Path | None, typer.Option(help="A bench.json: fail where a ratio to a peer fell.")] = None,
+    gate_percent: Annotated[float, typer.Option(min=0, help="By more than so many percent.")] = 5.0,
+    output: Annotated[Path | None, typer.Option("--output", "--out", help="Folder for bench.json, .md, .png.")] = None,
     plot: Annotated[bool, typer.Option(help="Draw bench.png.")] = True,
 ) -> None:
     """Time the compiled kernels on this GPU, as a burst and sustained, beside other attention kernels."""
     with _clean_errors():
+        from sage_patch.evaluation.bench import command, measure, plans
         from sage_patch.evaluation.bench import gate as gates
-        from sage_patch.evaluation.bench import measure as benchmark
-        from sage_patch.evaluation.bench import plans
-        from sage_patch.evaluation.bench.tables import bench_tables, crossover_table, write_bench
-        from sage_patch.evaluation.tables import show
-        from sage_patch.kernels import crossover as crossovers
 
         plan_ = plans.plan(
             preset_name=preset,
@@ -254,27 +236,15 @@ def bench(
             seconds=budget,
             note={"command": _command()},
         )
-        committed = gates.read(gate) if gate is not None else None
-        benchmark.require_gpu()
-        if output is not None:
-            _folder(output)
+        recorded = gates.read(gate) if gate is not None else None
+        measure.require_gpu()
+        folder = _folder(output) if output is not None else None
         console = _console()
         with _progress(console, loads_models=False) as progress:
-            result = benchmark.run(plan_, progress, _say)
-        show(bench_tables(result), console)
-        if crossover:
-            name, card = benchmark.crossover_card(result)
-            show([crossover_table(name, card)], console)
-            path = table or crossovers.user_table()
-            crossovers.write(path, name, card)
-            _say(f"wrote {path}")
-        if output is not None:
-            _say(f"wrote {', '.join(map(str, write_bench(output, result, plot)))}")
-        if committed is not None:
-            slower, compared = gates.slower(result, committed, gate_percent)
-            _say("\n".join([f"{compared} ratios compared with {gate}, {len(slower)} lower", *slower]))
-            if slower:
-                raise typer.Exit(1)
+            result = measure.run(plan_, progress, _say)
+        command.show_and_write(result, plan_, console, _say, folder, table, plot)
+        if recorded is not None and not command.passes(result, recorded, gate_percent, _say):
+            raise typer.Exit(1)
 
 
 @app.command()

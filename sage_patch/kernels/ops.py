@@ -176,7 +176,7 @@ def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
         observer(ObservedCall(args.site, query, key, value, seen, scale, args.left, args.right, args.top_left))
     if backend == fa3.NAME:
-        return fa3.forward(query, key, value, args), None
+        return fa3.forward(query, key, value, args, recipe)
     if recipe.is_exact:
         return plain.forward(query, key, value, args, recipe)
     # The envelope has let nothing else through than what the backend takes.
