@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 import sage_patch
-from sage_patch.evaluation.bench import timing
 from sage_patch.evaluation.bench.measure import gpu_environment
 
 HEADS, DIM, ROWS = 24, 128, 16
@@ -91,7 +90,6 @@ def measure(batch: int, tokens: int, name: str, keywords: dict[str, Any], recipe
     if tokens_first:
         out = out.reshape(batch, tokens, HEADS, DIM).transpose(1, 2)
     out = out[-1][:, rows].double()
-    time = timing.measure(run, timing.Timing())
     return {
         "batch": batch, "tokens": tokens, "is_causal": keywords["is_causal"], "case": name, "recipe": recipe,
         "burst_ms": time.burst_ms, "sustained_ms": time.sustained_ms, "device_ms": device_ms(run),
