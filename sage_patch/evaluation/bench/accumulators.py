@@ -11,7 +11,7 @@ import torch
 
 from sage_patch.args import plain
 from sage_patch.backends import named
-from sage_patch.evaluation.bench.measure import median_ms
+from sage_patch.evaluation.bench.quick import median_ms
 from sage_patch.evaluation.tables import Table
 from sage_patch.kernels import accumulators, library, ops
 from sage_patch.recipes import RECIPES, Recipe
@@ -42,7 +42,7 @@ def measure(types: Sequence[str], milliseconds: float = 35.0) -> Times:
                 with asked(index, pv, sums == "fp16"):
                     call = library.Call(q, k, v, plain(1 / math.sqrt(dim)), recipe_of(pv))
                 call.prepare()
-                ms = median_ms(call.forward, None, milliseconds)
+                ms = median_ms(call.forward, milliseconds)
                 found[pv][sums][dim] = min(ms, found[pv][sums].get(dim, ms))
     return found
 
