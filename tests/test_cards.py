@@ -59,7 +59,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     stub = SimpleNamespace(prepare=lambda index: None, forward=plain.forward)
     monkeypatch.setattr(backends, "module", lambda path: stub)
     monkeypatch.setattr(
-        crossover, "lengths", lambda index, dim, causal: crossover.look_up(crossover.card_of(name), dim, causal)
+        crossover, "lengths", lambda index, dim, causal, *_: crossover.look_up(crossover.card_of(name), dim, causal)
     )
 
 

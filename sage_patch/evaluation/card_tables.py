@@ -65,7 +65,9 @@ def runs(card: Card, text: str, head_dim: int | None) -> str:
 def from_length(card: Card, text: str, head_dim: int) -> str:
     """The length from which the product quantizes such calls on a card, without a mask; "" if it does not."""
     name = runs(card, text, head_dim)
-    found = dict(crossover.look_up(entry_of(card), head_dim, False)).get(name.partition(":")[0])
+    found: Any = dict(crossover.look_up(entry_of(card), head_dim, False)).get(name.partition(":")[0])
+    if isinstance(found, tuple):  # (batch x heads, length), the most heads first
+        found = found[0][1]
     return "" if name.startswith("exact") or found is None else str(found)
 
 
