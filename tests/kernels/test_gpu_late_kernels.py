@@ -65,8 +65,9 @@ def _check(recipes: tuple[str, ...]) -> None:
 @pytest.mark.skipif(nvrtc.find_library() is None, reason="no NVRTC")
 def test_nvrtcs_kernels_run(restored: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No nvcc, and a library without a kernel for this card: compiled, launched by the library's own code, right."""
-    units = _units()
+    units, sources = _units(), build.source_dir()
     monkeypatch.setattr(build, "units", lambda: units)
+    monkeypatch.setattr(build, "source_dir", lambda: sources)
     with monkeypatch.context() as patch:
         patch.setattr(build, "FLAGS", (*build.FLAGS, "-DSAGE2_TEST_BACKEND=mma"))
         host = build.build(["120"], tmp_path / "libsage2-sm120.so")
