@@ -3,7 +3,8 @@
 // are launched in both cases, and does not know which it is.
 //
 // The linker sends the runtime's functions here first (--wrap). A kernel is known to the runtime by the address of a
-// host function; which name belongs to it is said once, when the library is loaded.
+// host function; which name belongs to it is said once, when the library is loaded. kernel<<<...>>> asks for a handle of
+// it once (__cudaGetKernel, CUDA 13) or launches by address (cudaLaunchKernel, before).
 // Architectures: all
 #include <string.h>
 #include <atomic>
@@ -87,6 +88,15 @@ void __wrap___cudaRegisterFunction(void **fatbin, const char *own, char *device_
   if (known_count < kMaxKernels) known[known_count++] = {own, nullptr, name};
   __real___cudaRegisterFunction(fatbin, own, device_name, name, limit, tid, bid, block, grid, warp_size);
 }
+#if CUDART_VERSION >= 13000
+cudaError_t __real___cudaGetKernel(cudaKernel_t *, const void *);
+cudaError_t __wrap___cudaGetKernel(cudaKernel_t *handle, const void *kernel) {
+  const void *const late = sage2::current(kernel);
+  if (late == kernel) return __real___cudaGetKernel(handle, kernel);
+  *handle = (cudaKernel_t)late;
+  return cudaSuccess;
+}
+#endif
 cudaError_t __real_cudaFuncSetAttribute(const void *, cudaFuncAttribute, int);
 cudaError_t __wrap_cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
   return __real_cudaFuncSetAttribute(sage2::current(kernel), attribute, value);

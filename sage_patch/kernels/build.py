@@ -36,10 +36,15 @@ from sage_patch.kernels import nvrtc
 from sage_patch.kernels.toolchain import find_ninja, find_nvcc, link_flags, nvcc_version
 
 HERE = Path(__file__).resolve().parent
-# Launches by the documented cudaLaunchKernel alone, which late_kernels.cu wraps.
-FLAGS = ("-O3", "-std=c++17", "--compress-mode=size", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v",
-         "-D__NV_LEGACY_LAUNCH")  # fmt: skip
-WRAPPED = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaFuncSetAttribute", "__cudaRegisterFunction")
+FLAGS = ("-O3", "-std=c++17", "--compress-mode=size", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
+# Of CUDA's runtime: what takes a kernel goes through late_kernels.cu.
+WRAPPED = (
+    "__cudaRegisterFunction",
+    "__cudaGetKernel",
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cudaFuncSetAttribute",
+)
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--strip-all",
               *(f"-Xlinker=--wrap={name}" for name in WRAPPED))  # fmt: skip
 LATER = "120"  # cards newer than every architecture here run its PTX
