@@ -40,7 +40,10 @@ const struct {
 };
 constexpr int kLater = 120;  // newer cards than those above run this architecture's PTX
 
+std::atomic<int> late{0};  // 0, or the architecture whose kernels were loaded later: from then on the only one
+
 bool is_held(int architecture) {
+  if (const int only = late.load(std::memory_order_acquire)) return architecture == only;
   for (int held : kHeld)
     if (held == architecture) return true;
   return false;
@@ -53,6 +56,8 @@ struct Device {
 } devices[kMaxDevices];
 
 }  // namespace
+
+void hold(int architecture) { late.store(architecture, std::memory_order_release); }
 
 const Backend *backend_of(int capability) {
   char held[128] = "";
@@ -99,10 +104,13 @@ int load_current(const Backend &backend, int wanted, int capability, int *sms) {
 
 extern "C" int sage2_cuda_version(void) { return CUDART_VERSION; }
 extern "C" int sage2_architectures(int *out, int capacity) {
+  const int late = sage2::late.load();
   int count = 0;
   for (int held : sage2::kHeld) {
+    if (late) held = late;
     if (count < capacity) out[count] = held;
     count++;
+    if (late) break;
   }
   return count;
 }

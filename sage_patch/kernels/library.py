@@ -116,10 +116,11 @@ def load_for(architecture: str) -> ctypes.CDLL:
         with _lock:
             lib = _by_architecture.get(architecture)
             if lib is None:
-                from sage_patch.kernels import build
+                from sage_patch.kernels import build, nvrtc
 
                 path = build.find_library(architecture)
                 lib = _open(str(path))
+                nvrtc.load_images(lib, path, architecture)
                 for held in architectures(lib):
                     _by_architecture.setdefault(held, lib)
                 if architecture not in _by_architecture:

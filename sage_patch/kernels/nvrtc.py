@@ -23,6 +23,7 @@ from pathlib import Path
 from sage_patch.kernels.toolchain import package_folders
 
 SYSTEM_HEADERS = ("cuda_runtime.h", "stddef.h", "stdint.h", "stdio.h", "string.h", "algorithm", "type_traits")
+OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
 _LAUNCH = re.compile(r"<<<[^;{}]*?>>>", re.DOTALL)
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
@@ -82,7 +83,7 @@ def compile_unit(nvrtc: Path, source: Path, architecture: str) -> tuple[bytes, s
     headers |= dict.fromkeys(SYSTEM_HEADERS, runtime)
     texts = (ctypes.c_char_p * len(headers))(*(_for_kernels(t).encode() for t in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
-    options = [f"--gpu-architecture=sm_{architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+    options = (f"--gpu-architecture=sm_{architecture}", *OPTIONS)
     program = ctypes.c_void_p()
     text = _for_kernels(source.read_text(encoding="utf-8")).encode()
     lib.call("nvrtcCreateProgram", ctypes.byref(program), text, source.name.encode(), len(headers), texts, names)
@@ -134,7 +135,7 @@ def compile_units(nvrtc: Path, sources: Sequence[Path], architecture: str, folde
 
 
 def load_images(lib: ctypes.CDLL, path: Path, architecture: str) -> None:
-    """Have the library launch the images that lie beside it, if there are any."""
+    """Have the library launch the images that lie beside it, if there are any. Raises RuntimeError."""
     images = [p.read_bytes() for p in sorted(path.with_suffix("").glob("*.cubin"))]
     if images and lib.sage2_load_kernels((ctypes.c_char_p * len(images))(*images), len(images), int(architecture)):
         raise RuntimeError(f"{path.with_suffix('')}: {lib.sage2_last_error().decode()}")
