@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import sage_patch
+from sage_patch.evaluation.bench import timing
 from sage_patch.evaluation.bench.measure import gpu_environment
 
 HEADS, DIM, ROWS = 24, 128, 16
