@@ -162,16 +162,15 @@ def test_what_a_user_measured_wins_over_the_table(tmp_path) -> None:
 def test_the_flag_is_packed_for_the_card_and_the_type_of_p_v(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
     monkeypatch.setattr(library, "of_device", lambda index: (None, 89))
-    monkeypatch.setattr(library.CALL, "pack", lambda **fields: packed.append(fields["flags"]) or b"")
+    monkeypatch.setattr(library, "address_of", lambda *_: 0)
     monkeypatch.setattr(library, "workspace_bytes", lambda lib, data: 0)
-    monkeypatch.setattr(library.torch_private, "current_stream", lambda index: 0)
-    monkeypatch.setattr(library, "sums_in_fp16", {(-1, "fp8")})
     q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "get_device", lambda self: 0)
         for pv, sums in (("fp8", {(0, "fp8")}), ("fp16", {(0, "fp8")}), ("fp8", {(1, "fp8")})):
             patched.setattr(library, "sums_in_fp16", sums)
-            library._pack(q, q, q, plain_args(), RECIPES[f"qk_int8_pv_{pv}"], None, lambda *_: (None, 0))
+            plan = library._plan(q, q, q, plain_args(), RECIPES[f"qk_int8_pv_{pv}"])
+            packed.append(int.from_bytes(plan.facts[4:8], "little"))  # struct Sage2Args begins with its size and flags
     assert [flags & library.FLAGS["PV_FP16_SUMS"] for flags in packed] == [1024, 0, 0]
 
 
