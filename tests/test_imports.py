@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pages": {"args", "backends", "reference", "kernels"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
-    "attention": {"arguments", "dispatch", "recipes", "reference", "kernels"},
+    "attention": {"args", "arguments", "dispatch", "recipes", "reference", "kernels"},
     "fingerprint": {"policy"},
     "integrations": {"dispatch", "attention", "pages", "policy", "recipes", "backends", "args", "kernels"},
     "handle": {"integrations", "kernels", "policy"},
