@@ -11,6 +11,9 @@ cudaError_t load() {
   if (err == cudaSuccess) err = load_pages();
   return err;
 }
+cudaError_t prepare(const Params &p, int sm_count, cudaStream_t stream) {
+  return launch_quantize(p, false, true, sm_count, stream);
+}
 
 }  // namespace
 
@@ -18,7 +21,7 @@ extern const Backend sm90;
 const Backend sm90 = {
     load,
     query_tile_rows,
-    launch_quantize,
+    prepare,
     launch_forward_sm90,
     launch_pages_append,
     plan_pages_attend,
@@ -26,6 +29,8 @@ const Backend sm90 = {
     pages_stats_bytes,
     launch_pages_attend,
     128,
+    true,
+    false,
 };
 
 }  // namespace sage2

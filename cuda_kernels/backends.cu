@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <atomic>
+#include <iterator>
 #include "host.h"
 
 #ifndef SAGE2_ARCHITECTURES
@@ -14,7 +15,7 @@ namespace sage2 {
 
 // Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
 extern const Backend sm90 __attribute__((weak));
-extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak)), mma_split __attribute__((weak));
+extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak));
 
 namespace {
 
@@ -33,11 +34,16 @@ const struct {
     {90, 90, &sm90},
     {100, 100, &mma},
     {103, 100, &mma},
+    {110, 110, &mma},
     {120, 120, &mma},
     {121, 120, &mma},
 };
+constexpr int kLater = 120;  // newer cards than those above run this architecture's PTX
+
+std::atomic<int> late{0};  // 0, or the architecture whose kernels were loaded later: from then on the only one
 
 bool is_held(int architecture) {
+  if (const int only = late.load(std::memory_order_acquire)) return architecture == only;
   for (int held : kHeld)
     if (held == architecture) return true;
   return false;
@@ -51,6 +57,8 @@ struct Device {
 
 }  // namespace
 
+void hold(int architecture) { late.store(architecture, std::memory_order_release); }
+
 const Backend *backend_of(int capability) {
   char held[128] = "";
   for (const auto &row : kServed) {
@@ -59,6 +67,7 @@ const Backend *backend_of(int capability) {
     snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10,
              row.capability % 10);
   }
+  if (capability > kServed[std::size(kServed) - 1].capability && is_held(kLater) && &mma) return &mma;
   fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10,
        capability % 10, *held ? held : "none");
   return nullptr;
@@ -93,11 +102,15 @@ int load_current(const Backend &backend, int wanted, int capability, int *sms) {
 
 }  // namespace sage2
 
+extern "C" int sage2_cuda_version(void) { return CUDART_VERSION; }
 extern "C" int sage2_architectures(int *out, int capacity) {
+  const int late = sage2::late.load();
   int count = 0;
   for (int held : sage2::kHeld) {
+    if (late) held = late;
     if (count < capacity) out[count] = held;
     count++;
+    if (late) break;
   }
   return count;
 }

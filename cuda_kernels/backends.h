@@ -18,12 +18,16 @@ struct Backend {
   size_t (*partial_bytes)(const PageParams &p);
   size_t (*stats_bytes)(const PageParams &p);
   cudaError_t (*attend)(const PageParams &p, cudaStream_t stream);
-  int fp16_head_dim;  // the widest heads with FP16 P V
+  int fp16_head_dim;   // the widest heads with FP16 P V
+  bool has_exponents;  // SAGE2_EXP_DUO, SAGE2_EXP_CHORD
+  bool fp16_sums;      // takes Params::fp16_sums
 };
 
 // The backend of devices of this compute capability (10 * major + minor) whose machine code this library holds, or null
 // and a message that says what it holds.
 const Backend *backend_of(int capability);
+// From now on the library holds this architecture alone: its kernels were loaded (late_kernels.cu).
+void hold(int architecture);
 // The current device, its kernels loaded, and its SM count; refuses another device or capability than the caller's.
 int load_current(const Backend &backend, int device, int capability, int *sms);
 

@@ -10,9 +10,6 @@ constexpr int kPackedInt4 = 2;
 constexpr int kMmaRows = 128;        // of a query tile
 constexpr float kSplitVMax = 2.25f;  // E4M3 images of V whose products with P are summed in fp16 (else kE4m3Max)
 
-// Images equal to launch_quantize's, byte for byte, without clusters: for every card from sm_80 on. split: V's E4M3
-// images reach no further than kSplitVMax.
-cudaError_t launch_quantize_mma(const Params &p, bool split, int sm_count, cudaStream_t stream);
 // split: P V is summed in fp16, 64 keys at a time, at twice the rate on GeForce; the dense kernels alone have it for
 // FP16, and the others take its images of E4M3 as any.
 cudaError_t launch_forward_mma(Params &p, bool split, cudaStream_t stream);

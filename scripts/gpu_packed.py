@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,44 +22,11 @@ import torch
 from torch import Tensor
 
 import sage_patch
+from sage_patch.evaluation.bench import timing
 from sage_patch.evaluation.bench.measure import gpu_environment
 
 HEADS, DIM, ROWS = 24, 128, 16
 SHAPES = ((1, 2048), (1, 6480), (4, 4096))  # batch, tokens
-
-
-def per_call_ms(run: Callable[[], Any], seconds: float) -> float:
-    """Sustained: mean time of a call over the second half of `seconds` of calls that follow one another."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds / 2:
-        for _ in range(10):
-            run()
-        torch.cuda.synchronize()
-    first, last, calls = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), 0
-    first.record()
-    while time.perf_counter() - began < seconds:
-        for _ in range(10):
-            run()
-        calls += 10
-        torch.cuda.current_stream().synchronize()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / calls
-
-
-def burst_ms(run: Callable[[], Any]) -> float:
-    """Mean time of a call over 20 calls after half a second of rest."""
-    times = []
-    for _ in range(2):
-        time.sleep(0.5)
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        for _ in range(20):
-            run()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) / 20)
-    return min(times)
 
 
 def device_ms(run: Callable[[], Any]) -> float:
@@ -125,9 +91,10 @@ def measure(batch: int, tokens: int, name: str, keywords: dict[str, Any], recipe
     if tokens_first:
         out = out.reshape(batch, tokens, HEADS, DIM).transpose(1, 2)
     out = out[-1][:, rows].double()
+    time = timing.measure(run, timing.FROM_REST)
     return {
         "batch": batch, "tokens": tokens, "is_causal": keywords["is_causal"], "case": name, "recipe": recipe,
-        "burst_ms": burst_ms(run), "sustained_ms": per_call_ms(run, 1.5), "device_ms": device_ms(run),
+        "burst_ms": time.burst_ms, "sustained_ms": time.sustained_ms, "device_ms": device_ms(run),
         "rel_l1": float((out - want).abs().sum() / want.abs().sum()),
         "worst_row": float(((out - want).norm(dim=-1) / want.norm(dim=-1)).max()),
     }  # fmt: skip

@@ -85,7 +85,10 @@ def hopper(arch: Architecture) -> str:
     main = [group for group in arch.sites if group["quantized"]]
     if not main:
         return "nothing to run"
-    return "; ".join(f"{call['of']}: ".removeprefix(": ") + _answer(call, main[0]["head_dim"]) for call in arch.calls)
+    return "; ".join(
+        f"{call['of']}: ".removeprefix(": ") + _answer(call, call.get("head_dim", main[0]["head_dim"]))
+        for call in arch.calls
+    )
 
 
 def _answer(call: dict[str, Any], head_dim: int) -> str:

@@ -1,12 +1,15 @@
 """Builds the CUDA library from the packaged sources, once per content, and finds a built one.
 
 No torch, no Python ABI: plain nvcc objects linked into one shared library with the static CUDA runtime.
-A prebuilt `libsage2*.so` beside this file is preferred. Otherwise the library is built into a user cache
-under a name that hashes sources, flags and compiler; a file lock makes several processes build once, and an
-atomic rename makes the result appear whole or not at all.
+A prebuilt `libsage2*.so` beside this file is preferred; the wheel has one for every card. Otherwise the library is
+built into a user cache under a name that hashes sources, flags and compiler: by nvcc, or without it by NVRTC around a
+library for other cards (nvrtc.py). A file lock makes several processes build
+once, an atomic rename makes the result appear whole or not at all, and whoever holds the lock of a build knows that
+the folder of an earlier one was left by a process that was killed.
 
 Every unit names the architectures that it is compiled for, in a line `// Architectures: 90a` or `all`; so a family of
-kernels comes with its files.
+kernels comes with its files. The newest architecture's code comes with its PTX, which the driver compiles for cards
+that are newer than this library.
 
 The build refuses machine code that is slower than it looks: register spills, local memory, or tensor-core
 instructions that ptxas had to serialize.
@@ -15,7 +18,6 @@ instructions that ptxas had to serialize.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -24,14 +26,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from sage_patch.errors import SagePatchError
+from sage_patch.kernels import nvrtc
+from sage_patch.kernels.toolchain import find_ninja, find_nvcc, link_flags, nvcc_version
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
-LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL")
+FLAGS = ("-O3", "-std=c++17", "--compress-mode=size", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
+# Of CUDA's runtime: what takes a kernel goes through late_kernels.cu.
+WRAPPED = (
+    "__cudaRegisterFunction",
+    "__cudaGetKernel",
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cudaFuncSetAttribute",
+)
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--strip-all",
+              *(f"-Xlinker=--wrap={name}" for name in WRAPPED))  # fmt: skip
+LATER = "120"  # cards newer than every architecture here run its PTX
 _MARK = re.compile(r"^// Architectures: (.+)$", re.MULTILINE)
 _SERIALIZED = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7519")
 
@@ -80,7 +96,8 @@ def _number(architecture: str) -> int:
 def _targets(unit: tuple[str, ...], architectures: Sequence[str]) -> list[str]:
     """nvcc's options for one unit in a build for these architectures, as nvcc writes them; empty: it takes no part."""
     taken = architectures if unit == ("all",) else [a for a in architectures if a in unit]
-    return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in taken]
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in taken]
+    return targets + [f"-gencode=arch=compute_{a},code=compute_{a}" for a in taken if a == LATER]
 
 
 def cache_dir() -> Path:
@@ -90,45 +107,16 @@ def cache_dir() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sage_patch"
 
 
-def find_nvcc() -> Path | None:
-    """nvcc of $CUDA_HOME, of the PATH, of the usual install location, or of the pip packages of this Python."""
-    homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
-    candidates = [Path(h) / "bin" / "nvcc" for h in homes]
-    on_path = shutil.which("nvcc")
-    if on_path:
-        candidates.append(Path(on_path))
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
-    for entry in sys.path:
-        candidates.extend(sorted(Path(entry or ".").glob("nvidia/cu*/bin/nvcc"), reverse=True))
-    return next((c for c in candidates if c.is_file() and os.access(c, os.X_OK)), None)
-
-
-def find_ninja() -> Path | None:
-    found = shutil.which("ninja")
-    if found:
-        return Path(found)
-    with contextlib.suppress(ImportError):
-        import ninja
-
-        path = Path(ninja.BIN_DIR) / "ninja"
-        if path.is_file():
-            return path
-    return None
-
-
-def nvcc_version(nvcc: Path) -> str:
-    out = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"V(\d+\.\d+\.\d+)", out)
-    return found.group(1) if found else out.strip()
-
-
 def prebuilt(architecture: str) -> Path | None:
-    """A library beside this file, such as libsage2-sm90-100.so; one whose name says nothing holds what it can."""
+    """A library beside this file that holds an architecture, such as libsage2-sm90-100.so; one whose name says nothing
+    holds what it can. Of several, the one that holds the fewest: one built here is preferred to the wheel's."""
+    found = []
     for path in sorted(HERE.glob("libsage2*.so")):
-        held = re.fullmatch(r"libsage2-sm([\d-]+)", path.stem)
-        if held is None or architecture in held[1].split("-"):
-            return path
-    return None
+        name = re.fullmatch(r"libsage2-sm([\d-]+)", path.stem)
+        held = name[1].split("-") if name else [architecture]
+        if architecture in held:
+            found.append((len(held), path))
+    return min(found)[1] if found else None
 
 
 def _check_architectures(wanted: Sequence[str]) -> tuple[str, ...]:
@@ -145,7 +133,8 @@ def _check_architectures(wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def content_key(architectures: Sequence[str], version: str) -> str:
-    digest = hashlib.sha256(repr((tuple(architectures), FLAGS, LINK_FLAGS, version)).encode())
+    given = [os.environ.get(name) for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]  # nvcc reads them
+    digest = hashlib.sha256(repr((tuple(architectures), FLAGS, LINK_FLAGS, version, given)).encode())
     for path in sorted(source_dir().iterdir()):
         if path.suffix in (".cu", ".cuh", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -174,7 +163,7 @@ def _ninja_file(nvcc: Path, sources: Path, architectures: Sequence[str], output:
     lines = [
         "ninja_required_version = 1.5",
         f"rule compile\n  command = {nvcc} -c $targets {flags} $in -o $out",
-        f"rule link\n  command = {nvcc} {everything} {' '.join(LINK_FLAGS)} $in -o $out",
+        f"rule link\n  command = {nvcc} {everything} {' '.join((*LINK_FLAGS, *link_flags(nvcc)))} $in -o $out",
     ]
     objects = []
     for unit, named in units().items():
@@ -187,25 +176,18 @@ def _ninja_file(nvcc: Path, sources: Path, architectures: Sequence[str], output:
     return "\n".join(lines) + "\n"
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)
-
-
 def build(architectures: Sequence[str], out: Path | str | None = None) -> Path:
     """Build (or find in the cache) the library for these architectures. `out`: also copy it there."""
     names = _check_architectures(architectures)
+    if sys.platform != "linux":
+        raise BuildError(f"the kernels can be compiled on Linux, not on {sys.platform}; there they compute on a CPU")
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError(
             f"the kernels for {', '.join('sm_' + n for n in names)} must be compiled and no nvcc was found "
             "(looked in $CUDA_HOME, $PATH, /usr/local/cuda and the nvidia packages of this Python). "
-            "Install the CUDA toolkit 13 (or 12.9), or a wheel that holds a prebuilt library, or use CPU."
+            "Install the Linux wheel, which holds compiled kernels, or a compiler: pip install 'sage-patch[build]', or "
+            "the CUDA toolkit 13 (or 12.9)."
         )
     ninja = find_ninja()
     if ninja is None:
@@ -215,8 +197,9 @@ def build(architectures: Sequence[str], out: Path | str | None = None) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     library = cache / f"libsage2-{key}.so"
     if not library.is_file():
-        with _lock(cache / f"{key}.lock"):
+        with FileLock(cache / f"{key}.lock"):
             if not library.is_file():  # another process may have built it while we waited
+                _sweep(cache)
                 _build_locked(nvcc, ninja, names, cache, library)
     if out is not None:
         target = Path(out)
@@ -252,24 +235,24 @@ def build_prebuilt(wanted: Sequence[str], out: Path | str | None = None) -> str:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove the folders of builds that were killed: those in which nothing was written for an hour."""
-    for folder in cache.glob("build-*"):
-        with contextlib.suppress(OSError):  # another process may sweep too
-            if time.time() - folder.stat().st_mtime > 3600:
-                shutil.rmtree(folder, ignore_errors=True)
+    """Remove what killed builds left: folders and files whose build's lock nobody holds."""
+    for left in cache.glob("build-*"):
+        lock = cache / f"{left.name.split('-')[1]}.lock"
+        with contextlib.suppress(Timeout), FileLock(lock, blocking=False):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, library: Path) -> None:
-    _sweep(cache)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as tmp:
+    what = _words(names)
+    with tempfile.TemporaryDirectory(prefix=f"build-{library.stem.removeprefix('libsage2-')}-", dir=cache) as tmp:
         work = Path(tmp)
         (work / "build.ninja").write_text(_ninja_file(nvcc, source_dir(), names, library.name))
-        run = subprocess.run([str(ninja), "-C", tmp, "-v"], capture_output=True, text=True)
-        log = run.stdout + run.stderr
-        (cache / f"{library.stem}.log").write_text(log)
-        if run.returncode != 0:
+        status, log = _run_with_progress([str(ninja), "-C", tmp, "-v"], f"compiling {what}, once, with {nvcc}")
+        (work / "log").write_text(log)
+        os.replace(work / "log", cache / f"{library.stem}.log")
+        if status != 0:
             raise BuildError(
-                f"nvcc {nvcc} failed to build for {', '.join('sm_' + n for n in names)}; the end of its "
+                f"nvcc {nvcc} failed to build {what}; the end of its "
                 f"output (all of it: {cache / (library.stem + '.log')}):\n" + log[-3000:]
             )
         bad = check_log(log)
@@ -281,7 +264,87 @@ def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, li
         os.replace(work / library.name, library)
 
 
+def _words(names: Sequence[str]) -> str:
+    return f"the CUDA kernels for {', '.join('sm_' + n for n in names)}"
+
+
+def _run_with_progress(command: Sequence[str], what: str) -> tuple[int, str]:
+    """(exit status, output) of a ninja command, with its progress. Does not outlive this process's Ctrl-C."""
+    lines = []
+    with (
+        _progress(what) as at,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if done := re.match(r"\[(\d+)/(\d+)\]", line):
+                    at(int(done[1]), int(done[2]))
+        except BaseException:
+            process.terminate()
+            raise
+    return process.returncode, "".join(lines)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Say on stderr what is done inside, how far it is (by the function given: parts done, of how many), and how long
+    it took: a first call takes a minute here, and a silent minute looks like a hang."""
+    started, overwrite = time.monotonic(), sys.stderr.isatty()
+
+    def at(done: int, of: int) -> None:
+        if overwrite:
+            seconds = time.monotonic() - started
+            print(f"\rsage_patch: {done} of {of} files, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+
+    print(f"sage_patch: {what} ...", file=sys.stderr, flush=True)
+    yield at
+    end = f"sage_patch: that took {time.monotonic() - started:.0f} s"
+    print(f"\r{end}        " if overwrite else end, file=sys.stderr, flush=True)
+
+
+def build_late(architecture: str, host: Path, compiler: Path) -> Path:
+    """A copy of a library for other cards, with the kernels for this architecture beside it, compiled by NVRTC
+    (nvrtc.py) or found in the cache. Raises BuildError."""
+    (name,) = _check_architectures([architecture])
+    what = f"{_words([name])}, once, with {compiler}"
+    key = content_key([name], f"nvrtc {nvrtc.version(compiler)} {hashlib.sha256(host.read_bytes()).hexdigest()}")
+    cache = cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"libsage2-{key}.so"
+    with FileLock(cache / f"{key}.lock"):
+        if library.is_file():
+            return library
+        _sweep(cache)
+        with tempfile.TemporaryDirectory(prefix=f"build-{key}-", dir=cache) as tmp:
+            images = Path(tmp) / "images"
+            images.mkdir()
+            sources = [source_dir() / unit for unit, mark in units().items() if _targets(mark, [name])]
+            sources = [source for source in sources if nvrtc.has_kernels(source)]
+            logs = []
+            try:
+                with _progress(f"compiling {what}") as at:
+                    for log in nvrtc.compile_units(compiler, sources, name, images):
+                        logs.append(log)
+                        at(len(logs), len(sources))
+            except RuntimeError as error:
+                raise BuildError(f"{compiler} failed to build {what}:\n{error}") from None
+            if bad := check_log("\n".join(logs)):
+                raise BuildError(f"{compiler} produced slow code (spills, local memory):\n" + "\n".join(bad))
+            shutil.rmtree(library.with_suffix(""), ignore_errors=True)  # of a process killed between the next two
+            os.replace(images, library.with_suffix(""))
+            shutil.copyfile(host, Path(tmp) / "host")
+            os.replace(Path(tmp) / "host", library)
+    return library
+
+
 def find_library(architecture: str) -> Path:
     """The library to load for an architecture: the one that came with the package, if its name says that it holds it,
-    else the cached or freshly built one."""
-    return prebuilt(architecture) or build([architecture])
+    else one of the cache: compiled by nvcc, or where there is none, by NVRTC around a library for other cards."""
+    found = prebuilt(architecture)
+    if found is None and find_nvcc() is None:
+        host, compiler = next(iter(sorted(HERE.glob("libsage2*.so"))), None), nvrtc.find_library()
+        if host is not None and compiler is not None:
+            return build_late(architecture, host, compiler)
+    return found or build([architecture])

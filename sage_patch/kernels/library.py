@@ -20,7 +20,7 @@ from torch import Tensor
 from sage_patch import backends
 from sage_patch.args import Args, key_padding
 from sage_patch.errors import SagePatchError
-from sage_patch.kernels import first_use, torch_private
+from sage_patch.kernels import accumulators, driver, first_use, torch_private
 from sage_patch.kernels.plans import PLANS
 from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
@@ -28,12 +28,16 @@ from sage_patch.recipes import Recipe, UnsupportedCall
 # What sage2.h says in numbers; tests/kernels/test_layout.py compares them.
 VERSION = 5
 ERRORS = {"ARGUMENT": 1, "UNSUPPORTED": 2, "WORKSPACE": 3, "DEVICE": 4, "CUDA": 5}
-FLAGS = {"CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32}
+FLAGS = {
+    "CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32,
+    "EXP_DUO": 128, "EXP_CHORD": 256, "PV_FP16_SUMS": 1024,
+}  # fmt: skip
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PV = {"fp8": 0, "fp16": 1}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
-_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q = FLAGS.values()
+_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q, _DUO, _CHORD, _PV_FP16_SUMS = FLAGS.values()
 _BITS = {8: 0, 4: _INT4}
+_EXP = {"exact": 0, "duo": _DUO, "chord": _CHORD}
 
 # struct Sage2Args of sage2.h in two pieces: what is the same whenever a call is repeated with other tensors of the same
 # kind, and where these tensors and the workspace lie.
@@ -57,6 +61,7 @@ class KernelError(SagePatchError, RuntimeError):
 _lock = threading.Lock()
 _by_architecture: dict[str, ctypes.CDLL] = {}
 _by_device: dict[int, tuple[ctypes.CDLL, int]] = {}  # and the device's capability, 10 * major + minor
+sums_in_fp16: set[tuple[int, str]] = set()  # (device, type of P and V) whose products are summed in fp16
 
 
 def prepare(index: int | None) -> None:
@@ -84,6 +89,9 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
             )
         found = _by_device[index] = load_for(architecture), 10 * capability[0] + capability[1]
         backend = backends.BACKENDS[backends.find("cuda", capability)]
+        sums_in_fp16.difference_update([(index, pv) for pv in PV])
+        if backend.has_fp16_sums:
+            sums_in_fp16.update((index, pv) for pv in accumulators.in_fp16(torch.cuda.get_device_name(index)))
         if not backend.is_proven:
             try:
                 first_use.compare(backend, forward, f"cuda:{index}")
@@ -94,6 +102,12 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
     return found
 
 
+def loaded_from(index: int) -> str | None:
+    """The file of the library that the CUDA device `index` uses; None if it has not loaded one."""
+    found = _by_device.get(index)
+    return None if found is None else found[0]._name
+
+
 def load_for(architecture: str) -> ctypes.CDLL:
     """The library that holds an architecture's machine code, such as "90": the one that came with the package, else
     one of the cache, built first if need be. Loaded once a process."""
@@ -102,10 +116,11 @@ def load_for(architecture: str) -> ctypes.CDLL:
         with _lock:
             lib = _by_architecture.get(architecture)
             if lib is None:
-                from sage_patch.kernels import build
+                from sage_patch.kernels import build, nvrtc
 
                 path = build.find_library(architecture)
                 lib = _open(str(path))
+                nvrtc.load_images(lib, path, architecture)
                 for held in architectures(lib):
                     _by_architecture.setdefault(held, lib)
                 if architecture not in _by_architecture:
@@ -123,6 +138,7 @@ def _open(path: str) -> ctypes.CDLL:
             f"{path} is version {lib.sage2_version()} of the library, this package needs version {VERSION}: remove the "
             "file or reinstall the package"
         )
+    driver.check(lib.sage2_cuda_version())
     lib.sage2_last_error.restype = ctypes.c_char_p
     lib.sage2_page_bytes.restype = ctypes.c_size_t
     for name in ("sage2_prepare", "sage2_forward", "sage2_prepare_and_forward"):
@@ -311,7 +327,9 @@ def _plan(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe)
         + recipe.smooth_v * _SMOOTH_V
         + (not recipe.smooth_k) * _NO_SMOOTH_K
         + _BITS[recipe.qk_bits]
-        + recipe.smooth_q * _SMOOTH_Q,
+        + recipe.smooth_q * _SMOOTH_Q
+        + _EXP[recipe.exp]
+        + ((index, recipe.pv) in sums_in_fp16) * _PV_FP16_SUMS,
         device=index, capability=capability, dtype=code, recipe=PV[recipe.pv],
         batch=items, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
         v_head_dim=width, scale=args.scale,

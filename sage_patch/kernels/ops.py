@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sage_patch import backends
 from sage_patch.args import Args, scale_for, schema
-from sage_patch.kernels import plain, shared, torch_private
+from sage_patch.kernels import fa3, plain, shared, torch_private
 from sage_patch.kernels.plans import PLANS
 from sage_patch.kernels.stopwatch import Stopwatch
 from sage_patch.recipes import Recipe, parse_recipe
@@ -169,6 +169,8 @@ def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor
     key_counted, recipe, forward = PLANS.get(found_by) or _found(*found_by)
     if args.scale is None:
         args = args._replace(scale=scale_for(None, query.shape[-1]))
+    if recipe.is_exact and args.exact_backend != "torch" and fa3.backend_for(query, key, value, args) == fa3.NAME:
+        key_counted, forward = key_counted._replace(backend=fa3.NAME), fa3.forward
     add_count(key_counted)
     for observer in _OBSERVERS:
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])

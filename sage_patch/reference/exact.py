@@ -22,6 +22,7 @@ from sage_patch.reference.quantize import hide
 from sage_patch.reference.visibility import Visibility
 
 _SCORES_PER_STEP = 1 << 26  # elements of the score matrix held at once by the blocked forms
+_TORCH_SDPA = F.scaled_dot_product_attention  # torch's own, whoever puts another function into its place later
 _LARGEST_GRID = 65535  # batch x heads that every one of torch's CUDA kernels can be launched with
 
 
@@ -223,7 +224,7 @@ def _sdpa(
         mask = _aligned(mask, key.shape[-2], query.dtype)
     if grouped and mask is not None:  # torch's fused kernels take either grouped heads or a mask
         key, value, grouped = _repeat(key, query), _repeat(value, query), False
-    return F.scaled_dot_product_attention(
+    return _TORCH_SDPA(
         query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
 

@@ -76,43 +76,142 @@ def check(
     assert torch.allclose(out_lse, lse, atol=2e-5, rtol=2e-6)
 
 
-@pytest.mark.parametrize(
-    ("dim", "kv_len", "recipe", "dtype", "options"),
-    [
-        (64, 300, "qk_int8_pv_fp8", torch.float16, {}),
-        (64, 300, "qk_int8_pv_fp16", torch.bfloat16, {"size": 2}),
-        (128, 520, "qk_int8_pv_fp8", torch.bfloat16, {"size": 4}),
-        (128, 130, "qk_int8_pv_fp16", torch.float16, {"aligned": False}),
-        (100, 200, "qk_int8_pv_fp8", torch.float16, {"aligned": False, "size": 2}),
-        (64, 200, "qk_int4_pv_fp16", torch.float16, {"packed": True}),
-        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"packed": True, "size": 2}),
-        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"aligned": False}),
-        (256, 200, "qk_int8_pv_fp8", torch.float16, {}),
-        (256, 130, "qk_int8_pv_fp16", torch.float16, {"size": 2}),
-        (64, 300, "qk_int8_pv_fp8", torch.float16, {"kv_lens": [130, 0], "kv_starts": [7, 0]}),
-    ],
-)
-def test_images_without_clusters(
-    library: ctypes.CDLL, dim: int, kv_len: int, recipe: str, dtype: torch.dtype, options: dict[str, Any]
+FP8, FP16 = "qk_int8_pv_fp8", "qk_int8_pv_fp16"
+
+
+def same_images(
+    found: dict[str, Tensor], want: Prepared, keys: list[int], *, packed: bool = False, v_head_dim: int = 256
 ) -> None:
-    """The pre-processing writes the emulator's images, which are the Hopper kernel's, bit for bit."""
-    kv_lens, starts = options.get("kv_lens"), options.get("kv_starts")
-    _, key, value = (x.to(dtype) for x in inputs(1, 2, 1, kv_len, dim, batch=2))
-    found = simulate_prepare(library, key, value, recipe, **options)
-    there, values, keys = present(key, value, kv_lens, starts, None)
-    fp16, width = recipe.endswith("fp16"), padded_dim(dim)
-    want = prepare(there, values, keys.tolist(), width, fp16, True, int4=recipe.startswith("qk_int4"))
+    """Bit for bit, images of keys that exist; keys: of each head."""
+    width = want.v.shape[-1]
     half = min(width, 128)
-    parts = [v_image(want.v[..., at : at + half]).flatten() for at in range(0, width, half)]
-    written = torch.arange(want.k.shape[1]) < -(-keys.repeat_interleave(2)[:, None] // 128)  # images of keys that exist
-    assert torch.equal(
-        found["k"].view(*written.shape, -1)[written], k_image(want.k, bool(options.get("packed")))[written]
-    )
+    parts = [v_image(want.v[..., at : at + half]).flatten() for at in range(0, min(width, v_head_dim), half)]
+    written = torch.arange(want.k.shape[1]) < -(-torch.tensor(keys)[:, None] // 128)
+    assert torch.equal(found["k"].view(*written.shape, -1)[written], k_image(want.k, packed)[written])
     v, wanted = (x.view(len(parts), *written.shape, -1)[:, written] for x in (found["v"], torch.cat(parts)))
+    if want.v.dtype == torch.float16:  # any NaN is one
+        v, wanted = (x.view(torch.float16).float().nan_to_num(nan=1e5) for x in (v, wanted))
     assert torch.equal(v, wanted)
     assert torch.equal(found["k_scale"][written], want.k_scale[written])
     for name in ("k_mean", "v_mean", "v_scale"):
-        assert torch.equal(found[name], getattr(want, name)), name
+        assert torch.allclose(found[name], getattr(want, name), rtol=0, atol=0, equal_nan=True), name
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv_len", "recipe", "dtype", "options"),
+    [
+        (64, 300, FP8, torch.float16, {}),
+        (64, 300, FP16, torch.bfloat16, {"size": 2}),
+        (128, 520, FP8, torch.bfloat16, {"size": 4}),
+        (128, 700, FP8, torch.float16, {}),
+        (128, 400, FP16, torch.bfloat16, {}),
+        (128, 130, FP16, torch.float16, {"aligned": False}),
+        (100, 200, FP8, torch.float16, {"aligned": False, "size": 2}),
+        (80, 300, FP8, torch.bfloat16, {}),
+        (64, 200, "qk_int4_pv_fp16", torch.float16, {"packed": True}),
+        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"packed": True, "size": 2}),
+        (128, 200, "qk_int4_pv_fp8", torch.bfloat16, {"aligned": False}),
+        (256, 200, FP8, torch.float16, {}),
+        (256, 400, FP16, torch.float16, {"size": 2}),
+        (200, 300, FP8, torch.bfloat16, {}),
+        (256, 200, FP8, torch.bfloat16, {"aligned": False}),
+        (64, 300, FP8, torch.float16, {"kv_lens": [130, 0], "kv_starts": [7, 0]}),
+        (64, 1, FP8, torch.float16, {}),
+        (128, 64, FP16, torch.bfloat16, {}),
+    ],
+)
+def test_images(
+    library: ctypes.CDLL, dim: int, kv_len: int, recipe: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """The pre-processing writes the emulator's images, bit for bit; keys that no item has are never read."""
+    kv_lens, starts = options.get("kv_lens"), options.get("kv_starts")
+    _, key, value = (x.to(dtype) for x in inputs(1, 2, 1, kv_len, dim, batch=2))
+    for b, keys in enumerate(kv_lens or []):
+        for x in (key, value):
+            x[b, :, : starts[b]] = x[b, :, starts[b] + keys :] = math.nan
+    found = simulate_prepare(library, key, value, recipe, **options)
+    there, values, keys = present(key, value, kv_lens, starts, None)
+    want = prepare(
+        there, values, keys.tolist(), padded_dim(dim), recipe.endswith("fp16"), True, int4=recipe.startswith("qk_int4")
+    )
+    assert not found["overflow"].any()
+    same_images(found, want, keys.repeat_interleave(2).tolist(), packed=bool(options.get("packed")))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("dim", "recipe", "dtype"),
+    [(64, FP8, torch.bfloat16), (128, FP16, torch.float16), (128, FP8, torch.float16), (256, FP8, torch.bfloat16)],
+)
+def test_values_beyond_the_sample(library: ctypes.CDLL, dim: int, recipe: str, dtype: torch.dtype, size: int) -> None:
+    """A channel that a value overflows takes its true maximum, NaN and infinity stay in their channels, and every
+    other channel keeps what its samples gave."""
+    _, key, value = (x.to(dtype) for x in inputs(1, 4, 1, 300, dim))
+    sampled = torch.arange(64) * 300 // 64
+    apart = [t for t in range(300) if t not in sampled]
+    untouched = prepare(key, value, [300], dim, recipe == FP16, True)
+    value[0, 0, apart[7], 3] = 3000.0
+    value[0, 1, apart[-1], dim - 1] = -math.inf
+    value[0, 2, apart[100]] = math.nan
+    value[0, 3, :, 5] = 0.5
+    value[0, 3, apart[50], 5] = 0.75
+    want = prepare(key, value, [300], dim, recipe == FP16, True)
+    found = simulate_prepare(library, key, value, recipe, size=size)
+    same_images(found, want, [300] * 4)
+    flagged = found["overflow"].view(4, -1, size).any(-1)
+    assert flagged.any(-1).tolist() == [True, True, False, True]
+    assert want.v_scale[1, dim - 1].isnan() and want.v_scale[0, 3] > 10 * untouched.v_scale[0, 3]
+    changed = want.v_scale.view(torch.int32) != untouched.v_scale.view(torch.int32)
+    assert changed.nonzero().tolist() == [[0, 3], [1, dim - 1], [3, 5]]
+
+
+def test_keys_of_an_index_and_of_a_mask(library: ctypes.CDLL) -> None:
+    """Keys that an index leaves out or no row sees may hold anything."""
+    _, key, value = (x.to(torch.bfloat16) for x in inputs(1, 2, 1, 300, 128, batch=2))
+    keep = torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) < 0.6
+    count = keep.sum(1).tolist()
+    index = torch.zeros(2, 300, dtype=torch.int32)
+    poisoned = [x.clone() for x in (key, value)]
+    for b in range(2):
+        index[b, : count[b]] = keep[b].nonzero()[:, 0]
+        for x in poisoned:
+            x[b, :, ~keep[b]] = math.nan
+    for recipe in (FP8, FP16):
+        found = simulate_prepare(library, *poisoned, recipe, kv_lens=count, key_index=index, size=2)
+        there, values, keys = present(key, value, None, None, keep)
+        want = prepare(there, values, keys.tolist(), 128, recipe == FP16, True)
+        padded = Prepared(
+            **{
+                name: torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, 3 - x.shape[1])) if x.ndim > 2 else x
+                for name, x in vars(want).items()
+            }
+        )
+        same_images(found, padded, keys.repeat_interleave(2).tolist())
+        seen = keep[0].clone()
+        seen[130:260] = False
+        found = simulate_prepare(library, *poisoned, recipe, seen=seen & keep[1])
+        want = prepare(key, value, [300, 300], 128, recipe == FP16, True, (seen & keep[1]).expand(2, -1))
+        same_images(found, want, [300] * 4)
+
+
+@pytest.mark.parametrize("recipe", [FP8, FP16])
+def test_images_of_packed_sequences(library: ctypes.CDLL, recipe: str) -> None:
+    """Each sequence's are those of a call on it alone, however many CTAs share a head."""
+    cu = [3, 40, 40, 300, 430]
+    _, key, value = (x.half() for x in inputs(1, 2, 1, 441, 64))
+    value[0, 1, 77, 9] = 500.0  # no sample
+    found = simulate_prepare(library, key, value, recipe, cu_k=cu, size=2)
+    for b, (first, end) in enumerate(zip(cu, cu[1:], strict=False)):
+        want = prepare(key[:, :, first:end], value[:, :, first:end], [end - first], 64, recipe == FP16, True)
+        blocks, at = want.k.shape[1], first // 128 + b
+        mine = {name: found[name].view(4, 2, -1)[b] for name in ("k_mean", "v_mean", "v_scale")}
+        if first == end:
+            assert not any(x.any() for x in mine.values())
+            continue
+        for name in ("k", "v", "k_scale"):
+            mine[name] = found[name].view(2, 441 // 128 + 4, -1)[:, at : at + blocks].flatten()
+        mine["k_scale"] = mine["k_scale"].view(2, blocks, 4)
+        same_images(mine, want, [end - first] * 2)
 
 
 SHAPE = (2, 1, 150, 333, 128)  # heads, kv heads, rows, keys, channels
@@ -123,6 +222,7 @@ SHAPE = (2, 1, 150, 333, 128)  # heads, kv heads, rows, keys, channels
 def test_dense(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, product: str, dim: int) -> None:
     if product == "fp8_split":  # V's images reach no further, so that 64 keys * 448 stay inside fp16's range
         monkeypatch.setattr(emulated_prepare, "E4M3_MAX", 2.25)
+        monkeypatch.setattr(emulated_prepare, "V_REACH", 4.0)
     check(library, (*SHAPE[:4], dim), Options(product), f"qk_int8_pv_{product.removesuffix('_split')}")
 
 

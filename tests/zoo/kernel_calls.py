@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage_patch.args import Args
 from sage_patch.kernels import library
-from sage_patch.recipes import RECIPES, Recipe
+from sage_patch.recipes import Recipe, parse_recipe
 
 
 class Extras(NamedTuple):
@@ -29,7 +29,7 @@ class Extras(NamedTuple):
 
 def recipe_of(name: str, smooth_k: bool = True, smooth_v: bool = True, smooth_q: bool | None = None) -> Recipe:
     """smooth_q None: as the recipe has it."""
-    recipe = RECIPES[name]
+    recipe = parse_recipe(name)
     smooth = "k" * smooth_k if not (recipe.smooth_q if smooth_q is None else smooth_q) else "qk" if smooth_k else "q"
     return replace(recipe, smooth=smooth or "none", smooth_v=smooth_v)  # type: ignore[arg-type]
 

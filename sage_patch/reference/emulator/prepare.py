@@ -23,6 +23,9 @@ from sage_patch.reference.rotation import rotate
 
 # A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.
 TINY = 1e-30
+V_REACH = 16.0  # a V channel's scale holds so many times its largest sample, if there are others
+BEYOND = 1.03125  # times the largest number of an image: what is less is rounded to that at most
+FP16_MAX = 2.0  # of V's FP16 images
 SMOOTH_ROWS = 64  # rows of Q that lose one mean
 MOST_CORRECTION = 1e28  # of a logit, by Q's mean
 
@@ -98,7 +101,7 @@ def prepare(
     each item has, from its first token on. Blocks behind them stay zero (the kernel does not write them).
 
     seen: bool [batch, tokens], keys that some row sees under a mask. The others may hold anything: they count neither
-    for a mean nor for a scale, and their K is zero; their V is what a value of zero becomes. int4: 7 levels of K.
+    for a mean nor for a scale, and their K is zero, and so is their V. int4: 7 levels of K.
     rotated: K less its mean is rotated over `dim` channels.
     """
     key, value = key.cpu(), value.cpu()
@@ -149,28 +152,46 @@ def _prepare_k(
 
 
 def _prepare_v(out: Prepared, head: int, v: Tensor, fp16: bool, smooth_v: bool, seen: Tensor | None) -> None:
+    """A channel's scale leaves room above its largest sample; one that overflows takes it from its true maximum."""
     tokens, channels = v.shape
     mean = ti.v_mean(v, seen) if smooth_v else torch.zeros(channels)
-    # NaN does not count for the range of a channel: it stays where it is. Infinity makes the channel NaN.
-    ignored = v.isnan()
-    if seen is not None:
-        ignored = ignored | ~seen[:, None]
-        v = torch.where(seen[:, None], v, 0.0)
-    low = torch.where(ignored, math.inf, v).amin(0) if tokens else torch.zeros(channels)
-    high = torch.where(ignored, -math.inf, v).amax(0) if tokens else torch.zeros(channels)
-    amax = torch.where(low <= high, torch.maximum((low - mean).abs(), (high - mean).abs()), 0.0)
-    if fp16:  # the leading power of two
+    there = torch.ones(tokens, dtype=torch.bool) if seen is None else seen
+    limit = FP16_MAX if fp16 else E4M3_MAX
+    most = _range(v, there[:, None] & ~v.isnan(), mean)  # NaN does not count: it stays where it is
+    sampled = ti.mean_tokens(tokens)
+    largest = _range(v[sampled], there[sampled, None] & v[sampled].isfinite(), mean)
+    reach = largest * V_REACH if tokens > ti.MEAN_SAMPLES else largest
+    scale, inverse = _v_scale(reach, fp16, limit)
+    usable = (largest >= TINY) & reach.isfinite()
+    scale, inverse = torch.where(usable, scale, 0.0), torch.where(usable, inverse, 2.0**127)
+    overflows = most * inverse > limit * BEYOND
+    true_scale, true_inverse = _v_scale(most, fp16, limit)
+    scale, inverse = torch.where(overflows, true_scale, scale), torch.where(overflows, true_inverse, inverse)
+    out.v_mean[head, :channels], out.v_scale[head, :channels] = mean, scale
+    scaled = _blocked(torch.where(there[:, None], (v - mean) * inverse, 0.0), out.v.shape[-1])
+    out.v[head, : len(scaled)] = to_half(scaled, torch.float16) if fp16 else e4m3_code(scaled)
+
+
+def _range(v: Tensor, counts: Tensor, mean: Tensor) -> Tensor:
+    """The largest |v - mean| of each channel over the tokens that count, float32 [channels]; zero without any."""
+    if not len(v):
+        return torch.zeros_like(mean)
+    low, high = torch.where(counts, v, math.inf).amin(0), torch.where(counts, v, -math.inf).amax(0)
+    return torch.where(low <= high, torch.maximum((low - mean).abs(), (high - mean).abs()), 0.0)
+
+
+def _v_scale(amax: Tensor, fp16: bool, limit: float) -> tuple[Tensor, Tensor]:
+    """(scale, inverse) of channels that hold up to `amax`, which becomes `limit`; FP16: its leading power of two
+    becomes one. Infinite: the channel is NaN."""
+    if fp16:
         scale = (amax.view(torch.int32) & 0x7F800000).view(torch.float32)
         inverse = torch.ones_like(scale) / scale
     else:
-        scale = amax * torch.tensor(1.0 / E4M3_MAX)
-        inverse = torch.full_like(amax, E4M3_MAX) / amax
+        scale = amax * torch.tensor(1.0 / limit)
+        inverse = torch.full_like(amax, limit) / amax
     none, infinite = amax < TINY, amax.isinf()
     scale = torch.where(none, 0.0, torch.where(infinite, math.nan, scale))
-    inverse = torch.where(none | infinite, 0.0, inverse)
-    out.v_mean[head, :channels], out.v_scale[head, :channels] = mean, scale
-    scaled = _blocked((v - mean) * inverse, out.v.shape[-1])
-    out.v[head, : len(scaled)] = to_half(scaled, torch.float16) if fp16 else e4m3_code(scaled)
+    return scale, torch.where(none | infinite, 0.0, inverse)
 
 
 def _largest(x: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -54,11 +54,11 @@ class PrepareCall(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_void_p)
-        for name in "key value k v k_scale k_mean v_mean v_scale kv_lens kv_starts".split()
+        for name in "key value k v k_scale k_mean v_mean v_scale kv_lens kv_starts cu_k key_index seen overflow".split()
     ] + [
         (name, ctypes.c_int32)
-        for name in "batch kv_heads kv_len head_dim blocks bf16 fp16_pv int4 smooth_v size aligned".split()
-    ]  # fmt: skip
+        for name in "batch kv_heads kv_len head_dim v_head_dim blocks bf16 fp16_pv int4 smooth_v size aligned".split()
+    ] + [(name, ctypes.c_float) for name in ("reach", "limit")]  # fmt: skip
 
 
 def compile_simulator(folder: Path) -> ctypes.CDLL | None:
@@ -155,34 +155,39 @@ def _unsigned(x: Tensor) -> Tensor:
 
 def simulate_prepare(
     library: ctypes.CDLL, key: Tensor, value: Tensor, recipe: str, *, packed: bool = False, size: int = 1,
-    aligned: bool = True, kv_lens: list[int] | None = None, kv_starts: list[int] | None = None,
+    aligned: bool = True, split: bool = False, kv_lens: list[int] | None = None, kv_starts: list[int] | None = None,
+    cu_k: list[int] | None = None, key_index: Tensor | None = None, seen: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The bytes of the K and V images, scales and vectors that the pre-processing without clusters writes.
+    """The bytes of the K and V images, scales and vectors that the pre-processing writes, and what overflowed.
 
-    key, value [batch, kv_heads, kv_len, head_dim], contiguous; size: CTAs of a head; aligned: rows of whole 16 bytes.
+    key, value [batch, kv_heads, kv_len, head_dim], contiguous; size: CTAs of a part of a head; aligned: rows of whole
+    16 bytes; split: V's range is that of sums in fp16; cu_k: sequences laid end to end; key_index: int32
+    [batch, kv_len], the keys that there are, kv_lens of them; seen: bool [kv_len], keys that some row sees.
     """
     batch, kv_heads, kv_len, head_dim = key.shape
-    dim = next(width for width in (64, 128, 256) if width >= head_dim)
-    heads, blocks, fp16, int4 = (
-        batch * kv_heads,
-        -(-kv_len // 128),
-        recipe.endswith("fp16"),
-        recipe.startswith("qk_int4"),
-    )
+    dim, v_dim = (next(width for width in (64, 128, 256) if width >= x.shape[-1]) for x in (key, value))
+    sequences = batch if cu_k is None else len(cu_k) - 1
+    heads, blocks = sequences * kv_heads, -(-kv_len // 128) if cu_k is None else kv_len // 128 + sequences
+    images = (batch * kv_heads) * blocks * 128
+    fp16, int4 = recipe.endswith("fp16"), recipe.startswith("qk_int4")
     out = {
-        "k": torch.zeros(heads * blocks * 128 * dim // (2 if packed else 1), dtype=torch.uint8),
-        "v": torch.zeros(heads * blocks * 128 * dim * (2 if fp16 else 1), dtype=torch.uint8),
-        "k_scale": torch.zeros(heads, blocks, 4),
-        **{name: torch.zeros(heads, dim) for name in ("k_mean", "v_mean", "v_scale")},
+        "k": torch.zeros(images * dim // (2 if packed else 1), dtype=torch.uint8),
+        "v": torch.zeros(images * (v_dim if dim == 256 else dim) * (2 if fp16 else 1), dtype=torch.uint8),
+        "k_scale": torch.zeros(images // (blocks * 128), blocks, 4),
+        **{name: torch.full((heads, dim), math.nan) for name in ("k_mean", "v_mean", "v_scale")},
+        "overflow": torch.full((heads * (2 if v_dim == 256 else 1) * size,), -1, dtype=torch.int32),
     }
-    given = {"kv_lens": kv_lens, "kv_starts": kv_starts}
+    given = {"kv_lens": kv_lens, "kv_starts": kv_starts, "cu_k": cu_k, "key_index": key_index}
     tensors = {"key": key, "value": value} | out
-    tensors |= {name: torch.tensor(x, dtype=torch.int32) for name, x in given.items() if x is not None}
+    tensors |= {name: torch.as_tensor(x, dtype=torch.int32) for name, x in given.items() if x is not None}
+    if seen is not None:
+        bits = torch.nn.functional.pad(seen, (0, blocks * 128 - kv_len)).view(-1, 32).long() << torch.arange(32)
+        tensors["seen"] = _unsigned(bits.sum(1))
     call = PrepareCall(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        batch=batch, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, blocks=blocks,
-        bf16=key.dtype == torch.bfloat16, fp16_pv=fp16, int4=2 if packed else int4, smooth_v=True, size=size,
-        aligned=aligned,
+        batch=sequences, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, v_head_dim=value.shape[-1],
+        blocks=blocks, bf16=key.dtype == torch.bfloat16, fp16_pv=fp16, int4=2 if packed else int4, smooth_v=True,
+        size=size, aligned=aligned, reach=4 if split and not fp16 else 16, limit=2 if fp16 else 2.25 if split else 448,
     )  # fmt: skip
     library.simulate_prepare(ctypes.byref(call))
     return out

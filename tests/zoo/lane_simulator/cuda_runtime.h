@@ -30,6 +30,7 @@ struct float4 { float x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 using std::max;
 using std::min;
 
@@ -44,7 +45,7 @@ struct Copy {
   uint32_t to;
   const void *from;
 };
-inline Dim thread, block, size;
+inline Dim thread, block, size, grid;
 inline int threads, cta_waiting, cta_turn;
 inline std::vector<uint8_t> shared;
 inline std::vector<Warp> warps;
@@ -96,6 +97,7 @@ inline void launch(int blocks, int n, int bytes, const std::function<void()> &ke
   stacks.resize(n * kStack);
   body = kernel;
   threads = size.x = n;
+  grid.x = blocks;
   for (block.x = 0; block.x < (unsigned)blocks; block.x++) {
     shared.assign(bytes, 0xFF);  // NaN everywhere: nothing may be read before it is written
     warps.assign(n / 32, Warp());
@@ -127,6 +129,7 @@ inline void launch(int blocks, int n, int bytes, const std::function<void()> &ke
 #define threadIdx (simulator::thread)
 #define blockIdx (simulator::block)
 #define blockDim (simulator::size)
+#define gridDim (simulator::grid)
 
 // ------------------------------------------------------------------ intrinsics
 inline void __syncwarp() { simulator::sync_warp(); }
@@ -157,6 +160,23 @@ inline unsigned __reduce_or_sync(unsigned, unsigned x) {
 }
 inline unsigned __ballot_sync(unsigned m, bool x) {
   return __reduce_or_sync(m, (unsigned)x << simulator::thread.x % 32);
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  simulator::box()[0] = x;
+  simulator::sync_warp();
+  unsigned y = 0;
+  for (auto &b : simulator::warp().box) y = std::max<unsigned>(y, b[0]);
+  simulator::sync_warp();
+  return y;
+}
+inline int __syncthreads_or(int x) {
+  static int any;
+  __syncthreads();
+  any = 0;
+  __syncthreads();
+  any |= x;
+  __syncthreads();
+  return any;
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void atomicMax(uint32_t *p, uint32_t x) { *p = max(*p, x); }

@@ -37,25 +37,34 @@ inline void f16_values(uint32_t w, float &lo, float &hi) {
   lo = f16_value(w);
   hi = f16_value(w >> 16);
 }
-inline void extend(uint16_t &low, uint16_t &high, uint16_t x, bool bf16) {
+inline void extend(uint16_t &low, uint16_t &high, uint16_t x, bool bf16, bool keep_nan) {
   auto value = [&](uint16_t u) { return bf16 ? __uint_as_float((uint32_t)u << 16) : f16_value(u); };
-  if (isnan(value(x))) return;
+  if (isnan(value(x)) && keep_nan) low = high = x;
+  if (isnan(value(x)) || isnan(value(low))) return;
   if (value(x) < value(low)) low = x;
   if (value(x) > value(high)) high = x;
 }
-inline void extend_pair(uint32_t &low, uint32_t &high, uint32_t x, bool bf16) {
+inline void extend_pair(uint32_t &low, uint32_t &high, uint32_t x, bool bf16, bool keep_nan) {
   uint16_t l[2], h[2], y[2];
   memcpy(l, &low, 4);
   memcpy(h, &high, 4);
   memcpy(y, &x, 4);
-  for (int i = 0; i < 2; i++) extend(l[i], h[i], y[i], bf16);
+  for (int i = 0; i < 2; i++) extend(l[i], h[i], y[i], bf16, keep_nan);
   memcpy(&low, l, 4);
   memcpy(&high, h, 4);
 }
-inline void extend_bf16x2(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, true); }
-inline void extend_f16x2(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, false); }
+inline void extend_bf16x2(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, true, false); }
+inline void extend_f16x2(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, false, false); }
+inline void extend_bf16x2_nan(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, true, true); }
+inline void extend_f16x2_nan(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, false, true); }
 inline void forget(uint32_t &, uint32_t &, uint32_t &, uint32_t &) {}
-inline void prefetch_l2(const void *) {}
+inline void load_if(uint4 &x, const void *from, bool wanted) {
+  if (!wanted) return;
+  if ((uintptr_t)from % 16) simulator::fail("misaligned load");
+  memcpy(&x, from, 16);
+}
+inline void grid_dependency_wait() {}
+inline void grid_dependency_trigger() {}
 // To a float of `bits` fraction bits whose smallest normal exponent is `least`: nearest even; NaN and top apart.
 inline uint32_t rounded(float x, int bits, int least) {
   int e;

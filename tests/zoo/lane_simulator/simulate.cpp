@@ -7,7 +7,7 @@ alignas(1024) unsigned char smem[48 << 10];
 }  // namespace
 }  // namespace sage2
 #include "fwd_mma.cuh"
-#include "quantize_mma.cuh"
+#include "quantize_repair.cuh"
 
 using namespace sage2;
 
@@ -56,38 +56,46 @@ struct PrepareCall {
   uint8_t *k, *v;
   float *k_scale, *k_mean, *v_mean, *v_scale;
   const int32_t *kv_lens, *kv_starts;
-  int32_t batch, kv_heads, kv_len, head_dim, blocks, bf16, fp16_pv, int4, smooth_v, size, aligned;
+  const int32_t *cu_k, *key_index;
+  uint32_t *seen, *overflow;
+  int32_t batch, kv_heads, kv_len, head_dim, v_head_dim, blocks, bf16, fp16_pv, int4, smooth_v, size, aligned;
+  float reach, limit;
 };
-template<int DIM, bool FP16, Mode MODE, bool PACKED> static void prepare(const Params &p, int size) {
-  const int heads = p.batch * p.kv_heads, n = heads * DIM;
-  memset(p.images.v_scale, 0, n * sizeof(float));
+template<int DIM, bool FP16, Mode MODE> static void prepare(const Params &p, const PrepareCall *c) {
+  const VRange range = {c->reach, c->limit};
+  const int heads = p.batch * p.kv_heads, grid = heads * (1 + value_parts(p)) * c->size;
   memset(smem, 0xFF, sizeof smem);
-  simulator::launch(heads * size, kThreads, 0, [&] { quantize_k_mma<DIM, MODE, PACKED>(p, size); });
+  simulator::launch(grid, kThreads, 0, [&] { quantize<DIM, FP16, MODE>(p, range, c->size); });
   memset(smem, 0xFF, sizeof smem);
-  simulator::launch(heads * size, kThreads, 0, [&] { quantize_v_mma<DIM, DIM, FP16, MODE>(p, size, kE4m3Max); });
-  simulator::launch((n + 255) / 256, 256, 0, [&] { finish_v_scales<FP16>(p.images.v_scale, n, kE4m3Max); });
+  simulator::launch(1, kRepairThreads, 0, [&] { repair<DIM, FP16>(p, range, c->size); });
 }
-template<int DIM, bool FP16> static void prepare(const Params &p, int size, bool aligned) {
-  if constexpr (DIM <= 128)
-    if (p.int4 == kPackedInt4) return prepare<DIM, FP16, kAny, true>(p, size);
-  if (!aligned) return prepare<DIM, FP16, kAny, false>(p, size);
-  p.bf16 ? prepare<DIM, FP16, kAlignedBf16, false>(p, size) : prepare<DIM, FP16, kAlignedFp16, false>(p, size);
+template<int DIM, bool FP16> static void prepare(const Params &p, const PrepareCall *c) {
+  const Mode mode = mode_of(p);
+  if (mode == kAny) prepare<DIM, FP16, kAny>(p, c);
+  else mode == kPlainBf16 ? prepare<DIM, FP16, kPlainBf16>(p, c) : prepare<DIM, FP16, kPlainFp16>(p, c);
 }
 
 extern "C" int simulate_prepare(const PrepareCall *c) {
   Params p = {};
   int32_t counter = 0;
-  const int64_t dim = c->head_dim, keys = c->kv_len;
-  p.k = {c->key, c->kv_heads * keys * dim, keys * dim, dim, c->aligned};
-  p.v = {c->value, c->kv_heads * keys * dim, keys * dim, dim, c->aligned};
+  const int64_t dim = c->head_dim, v_dim = c->v_head_dim, keys = c->kv_len, items = c->cu_k ? 0 : c->kv_heads;
+  p.k = {c->key, items * keys * dim, keys * dim, dim, c->aligned};
+  p.v = {c->value, items * keys * v_dim, keys * v_dim, v_dim, c->aligned};
   p.images = {c->k, c->v, c->k_scale, c->k_mean, c->v_mean, c->v_scale, 0, &counter};
-  p.images.v_half = (int64_t)c->batch * c->kv_heads * c->blocks * v_image_bytes(128, c->fp16_pv);
+  p.images.v_half = (int64_t)(c->cu_k ? 1 : c->batch) * c->kv_heads * c->blocks * v_image_bytes(128, c->fp16_pv);
+  p.cu_k = c->cu_k;
+  p.key_index = (int32_t *)c->key_index;
+  p.mask.data = c->seen;
+  p.mask.seen = c->seen;
+  p.mask.mb = 1;
+  p.overflow = c->overflow;
   p.kv_lens = c->kv_lens;
   p.kv_starts = c->kv_starts;
   p.batch = c->batch;
   p.kv_heads = c->kv_heads;
   p.kv_len = c->kv_len;
-  p.head_dim = p.v_head_dim = c->head_dim;
+  p.head_dim = c->head_dim;
+  p.v_head_dim = c->v_head_dim;
   p.blocks = c->blocks;
   p.bf16 = c->bf16;
   p.fp16_pv = c->fp16_pv;
@@ -95,10 +103,9 @@ extern "C" int simulate_prepare(const PrepareCall *c) {
   p.smooth_k = 1;
   p.smooth_v = c->smooth_v;
   const int padded = padded_dim(c->head_dim);
-  if (padded == 64) c->fp16_pv ? prepare<64, true>(p, c->size, c->aligned) : prepare<64, false>(p, c->size, c->aligned);
-  else if (padded == 128)
-    c->fp16_pv ? prepare<128, true>(p, c->size, c->aligned) : prepare<128, false>(p, c->size, c->aligned);
-  else c->fp16_pv ? prepare<256, true>(p, c->size, c->aligned) : prepare<256, false>(p, c->size, c->aligned);
+  if (padded == 64) c->fp16_pv ? prepare<64, true>(p, c) : prepare<64, false>(p, c);
+  else if (padded == 128) c->fp16_pv ? prepare<128, true>(p, c) : prepare<128, false>(p, c);
+  else c->fp16_pv ? prepare<256, true>(p, c) : prepare<256, false>(p, c);
   return 0;
 }
 

@@ -1,0 +1,94 @@
+// The pre-processing's second launch: channels of V that hold a value beyond what their samples promised take their
+// scale from their true maximum, and their heads' images are written again. Rare; where nothing overflowed, a CTA reads
+// some words and ends.
+//
+// A CTA of 8 warps takes 64 or 128 channels of one head after the other, and two blocks at a time. 255 registers.
+#pragma once
+#include "quantize.cuh"
+
+namespace sage2 {
+namespace {
+
+constexpr int kRepairThreads = 256;
+
+template<int DIM> struct RepairShared {
+  Vectors<DIM> vectors;
+  uint32_t amax[DIM];
+  Partial<DIM> partial;
+};
+
+// The largest |v - mean| of each channel over all keys, as bits, into sh.amax. NaN does not count.
+template<int DIM> SAGE2_DEV void true_maxima(const Params &p, const Head &h, const Rows &rows, RepairShared<DIM> &sh) {
+  constexpr int kChunks = DIM / 8, kAtOnce = kRepairThreads / kChunks;
+  const int channel = (int)threadIdx.x % kChunks * 8;
+  for (int i = threadIdx.x; i < DIM; i += kRepairThreads) sh.amax[i] = 0;
+  __syncthreads();
+  Extremes range = no_values(p.bf16);
+  #pragma unroll 1
+  for (int first = threadIdx.x / kChunks; first < h.keys; first += 4 * kAtOnce) {
+    const auto key = [&](int i) { return first + i * kAtOnce; };
+    uint4 x[4];
+    load_some<kAny>(p, h, rows, x, key, [&](int) { return channel; });
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (exists<kAny>(p, h, key(i))) extend(range, x[i], p.bf16);
+  }
+  float low[8], high[8];
+  widen(as_uint4(range.low), p.bf16, low);
+  widen(as_uint4(range.high), p.bf16, high);
+  #pragma unroll
+  for (int e = 0; e < 8; e++) {
+    const float mean = sh.vectors.mean[channel + e];
+    if (low[e] <= high[e])
+      atomicMax(&sh.amax[channel + e], __float_as_uint(fmaxf(fabsf(__fsub_rn(low[e], mean)), fabsf(__fsub_rn(high[e], mean)))));
+  }
+  __syncthreads();
+}
+
+template<int DIM, int STRIDE, bool FP16>
+SAGE2_DEV void repair_values(const Params &p, const Head &h, int head, int part, VRange range,
+                             RepairShared<DIM> &sh) {
+  const Rows rows = values_of(p, h, part);
+  float *const scales = p.images.v_scale + (int64_t)head * STRIDE + part * 128;
+  sample<DIM, STRIDE, kRepairThreads, kAny, true, FP16>(p, h, rows, range, sh.partial, sh.vectors, false, head, 0);
+  true_maxima<DIM>(p, h, rows, sh);
+  for (int i = threadIdx.x; i < DIM; i += kRepairThreads)
+    if (range.is_beyond(__fmul_rn(__uint_as_float(sh.amax[i]), sh.vectors.inverse[i])))
+      v_scale_of<FP16>(sh.amax[i], range.limit, scales[i], sh.vectors.inverse[i]);
+  __syncthreads();
+  constexpr int kTeams = kRepairThreads / kThreads;
+  const int blocks = (h.keys + kTileTokens - 1) / kTileTokens;
+  typename Share<DIM, FP16, kAny>::type share;
+  #pragma unroll 1
+  for (int block = threadIdx.x / kThreads; block < blocks; block += kTeams) {
+    uint8_t *const image = value_image<DIM, FP16>(p, h, part, block);
+    share.load_block(p, h, rows, block);
+    if constexpr (FP16) share.template write_values<false>(p, h, rows, sh.vectors, image, block, false);
+    else share.template write_values<false>(p, h, rows, sh.vectors, image, 0, block, false);
+  }
+  __syncthreads();
+}
+
+// Grid: CTAs that share the parts of V of all heads.
+template<int DIM, bool FP16>
+__global__ void __launch_bounds__(kRepairThreads, 1)
+    repair(const __grid_constant__ Params p, VRange range, int items) {
+  extern __shared__ __align__(128) uint8_t smem[];
+  if constexpr (has_values<FP16>()) {
+    constexpr int kV = kValues<DIM>;
+    grid_dependency_trigger();
+    grid_dependency_wait();
+    const int parts = value_parts(p), units = p.batch * p.kv_heads * parts;
+    #pragma unroll 1
+    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+      const int head = unit / parts, part = unit % parts;
+      uint32_t any = 0;
+      for (int i = threadIdx.x; i < items; i += kRepairThreads) any |= overflow_of(p, head, part, items)[i];
+      if (!__syncthreads_or(any)) continue;
+      repair_values<kV, DIM, FP16>(p, head_of(p, head), head, part, range, *(RepairShared<kV> *)smem);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sage2
