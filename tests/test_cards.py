@@ -16,6 +16,7 @@ from sage_patch.dispatch import choose
 from sage_patch.kernels import accumulators, crossover, library, ops, plain
 from sage_patch.recipes import NO_LIMITS, RECIPES, Call, parse_recipe
 from tiny import logits, text_model, tokens
+from zoo.plain_library import INDEX, Recorder, in_place
 
 FP8, FP16 = "qk_int8_pv_fp8", "qk_int8_pv_fp16"
 # The name that the driver gives: compute capability, row of the table, default recipe ("": exact), sums in fp16, and
@@ -161,16 +162,12 @@ def test_what_a_user_measured_wins_over_the_table(tmp_path) -> None:
 
 def test_the_flag_is_packed_for_the_card_and_the_type_of_p_v(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
-    monkeypatch.setattr(library, "of_device", lambda index: (None, 89))
-    monkeypatch.setattr(library, "address_of", lambda *_: 0)
-    monkeypatch.setattr(library, "workspace_bytes", lambda lib, data: 0)
     q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "get_device", lambda self: 0)
-        for pv, sums in (("fp8", {(0, "fp8")}), ("fp16", {(0, "fp8")}), ("fp8", {(1, "fp8")})):
-            patched.setattr(library, "sums_in_fp16", sums)
-            plan = library._plan(q, q, q, plain_args(), RECIPES[f"qk_int8_pv_{pv}"])
-            packed.append(int.from_bytes(plan.facts[4:8], "little"))  # struct Sage2Args begins with its size and flags
+    with in_place(Recorder()):
+        for pv, sums in (("fp8", {(INDEX, "fp8")}), ("fp16", {(INDEX, "fp8")}), ("fp8", {(1, "fp8")})):
+            monkeypatch.setattr(library, "sums_in_fp16", sums)
+            call = library.Call(q, q, q, plain_args(), RECIPES[f"qk_int8_pv_{pv}"])
+            packed.append(library.FACTS.unpack(call.args)["flags"])
     assert [flags & library.FLAGS["PV_FP16_SUMS"] for flags in packed] == [1024, 0, 0]
 
 

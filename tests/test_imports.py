@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pages": {"args", "backends", "reference", "kernels"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
-    "attention": {"arguments", "dispatch", "recipes", "reference", "kernels"},
+    "attention": {"args", "arguments", "dispatch", "recipes", "reference", "kernels"},
     "compat": {"arguments", "attention", "dispatch", "recipes"},
     "fingerprint": {"policy"},
     "integrations": {

@@ -183,11 +183,6 @@ class Plan(NamedTuple):
     is_padding: bool
     recipe: Recipe
 
-    def outputs(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A new output, as its memory lies, and a log-sum-exp if the call has one."""
-        out = torch.empty_like(query) if self.like_query else query.new_empty(self.out_shape)
-        return out, None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
-
     def launch(self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         """Run a call of this kind. tensors: the first six of Args. Of all tensors only their addresses are asked."""
         lib, index, facts, size = self[:4]
@@ -204,6 +199,11 @@ class Plan(NamedTuple):
         if code:
             check(lib, code)
         return out, lse
+
+    def outputs(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A new output, as its memory lies, and a log-sum-exp if the call has one."""
+        out = torch.empty_like(query) if self.like_query else query.new_empty(self.out_shape)
+        return out, None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
 
     def of_user(self, query: Tensor, is_packed: bool) -> Plan:
         """For the tensors as a user of `sage_attention` holds them: tokens before heads, packed ones without a batch.

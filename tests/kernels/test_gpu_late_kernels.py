@@ -14,6 +14,7 @@ import torch
 
 from sage_patch import args as call_args
 from sage_patch.kernels import build, library, nvrtc, plain
+from sage_patch.kernels.plans import PLANS
 from sage_patch.recipes import EXACT, RECIPES
 from zoo import mma_library
 
@@ -26,9 +27,9 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The libraries in use come back."""
     monkeypatch.setattr(library, "_by_architecture", {})
     monkeypatch.setattr(library, "_by_device", {})
-    library._workspace_sizes.clear()
+    PLANS.clear()
     yield
-    library._workspace_sizes.clear()
+    PLANS.clear()
 
 
 def _units() -> dict[str, tuple[str, ...]]:
