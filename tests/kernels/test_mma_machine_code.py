@@ -145,8 +145,3 @@ def test_tensor_cores_and_registers(unit: str, architecture: str, folder: Path) 
         assert counts == want, (dim, product, packed)
         if family == DENSE:
             assert len(loop(code)) <= BUDGET[dim, product][architecture], (dim, product, len(loop(code)))
-
-
-@pytest.mark.parametrize("architecture", [pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES])
-def test_pre_processing_compiles_everywhere(architecture: str, folder: Path) -> None:
-    assert build.check_log(compiled("quantize_mma", architecture, folder)[1]) == []
