@@ -1,5 +1,5 @@
 // The rows of the mma.sync family: cards whose tensor cores have INT4 (sm_80 to sm_89), and those without.
-// Architectures: 80 86 89 100 120
+// Architectures: 80 86 89 100 110 120
 #include "backends.h"
 #include "fwd_mma.h"
 
@@ -15,25 +15,22 @@ cudaError_t load() {
   return err == cudaSuccess ? load_forward_mma(10 * major + minor) : err;
 }
 int rows(int, bool, Family) { return kMmaRows; }
-template<bool PACKED, bool SPLIT> cudaError_t prepare(const Params &p, int sm_count, cudaStream_t stream) {
+template<bool PACKED> cudaError_t prepare(const Params &p, int sm_count, cudaStream_t stream) {
   Params with = p;
   if (PACKED && p.int4) with.int4 = kPackedInt4;
-  return launch_quantize(with, SPLIT, false, sm_count, stream);
+  return launch_quantize(with, p.fp16_sums, false, sm_count, stream);
 }
-template<bool PACKED, bool SPLIT> cudaError_t forward(Params &p, int, bool, cudaStream_t stream) {
+template<bool PACKED> cudaError_t forward(Params &p, int, bool, cudaStream_t stream) {
   if (PACKED && p.int4) p.int4 = kPackedInt4;
-  return launch_forward_mma(p, SPLIT, stream);
+  return launch_forward_mma(p, p.fp16_sums, stream);
 }
 
 }  // namespace
 
-extern const Backend mma, mma_int4, mma_split;
-const Backend mma = {load,    rows, prepare<false, false>, forward<false, false>, nullptr, nullptr, nullptr, nullptr,
-                     nullptr, 256};
-const Backend mma_int4 = {load,    rows, prepare<true, false>, forward<true, false>, nullptr, nullptr, nullptr, nullptr,
-                          nullptr, 256};
-// P V summed in fp16 where the dense kernels have it. For tests: which card gains from it is not known from its number.
-const Backend mma_split = {
-    load, rows, prepare<false, true>, forward<false, true>, nullptr, nullptr, nullptr, nullptr, nullptr, 256};
+extern const Backend mma, mma_int4;
+const Backend mma = {load,    rows,    prepare<false>, forward<false>, nullptr, nullptr,
+                     nullptr, nullptr, nullptr,        256,            false,   true};
+const Backend mma_int4 = {load,    rows,    prepare<true>, forward<true>, nullptr, nullptr,
+                          nullptr, nullptr, nullptr,       256,           false,   true};
 
 }  // namespace sage2

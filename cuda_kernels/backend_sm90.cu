@@ -29,6 +29,8 @@ const Backend sm90 = {
     pages_stats_bytes,
     launch_pages_attend,
     128,
+    true,
+    false,
 };
 
 }  // namespace sage2

@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <atomic>
+#include <iterator>
 #include "host.h"
 
 #ifndef SAGE2_ARCHITECTURES
@@ -14,7 +15,7 @@ namespace sage2 {
 
 // Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
 extern const Backend sm90 __attribute__((weak));
-extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak)), mma_split __attribute__((weak));
+extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak));
 
 namespace {
 
@@ -33,9 +34,11 @@ const struct {
     {90, 90, &sm90},
     {100, 100, &mma},
     {103, 100, &mma},
+    {110, 110, &mma},
     {120, 120, &mma},
     {121, 120, &mma},
 };
+constexpr int kLater = 120;  // newer cards than those above run this architecture's PTX
 
 bool is_held(int architecture) {
   for (int held : kHeld)
@@ -59,6 +62,7 @@ const Backend *backend_of(int capability) {
     snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10,
              row.capability % 10);
   }
+  if (capability > kServed[std::size(kServed) - 1].capability && is_held(kLater) && &mma) return &mma;
   fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10,
        capability % 10, *held ? held : "none");
   return nullptr;
@@ -93,6 +97,7 @@ int load_current(const Backend &backend, int wanted, int capability, int *sms) {
 
 }  // namespace sage2
 
+extern "C" int sage2_cuda_version(void) { return CUDART_VERSION; }
 extern "C" int sage2_architectures(int *out, int capacity) {
   int count = 0;
   for (int held : sage2::kHeld) {

@@ -18,7 +18,9 @@ struct Backend {
   size_t (*partial_bytes)(const PageParams &p);
   size_t (*stats_bytes)(const PageParams &p);
   cudaError_t (*attend)(const PageParams &p, cudaStream_t stream);
-  int fp16_head_dim;  // the widest heads with FP16 P V
+  int fp16_head_dim;   // the widest heads with FP16 P V
+  bool has_exponents;  // SAGE2_EXP_DUO, SAGE2_EXP_CHORD
+  bool fp16_sums;      // takes Params::fp16_sums
 };
 
 // The backend of devices of this compute capability (10 * major + minor) whose machine code this library holds, or null

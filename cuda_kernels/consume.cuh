@@ -2,6 +2,7 @@
 // does in one turn is consume_tile(): scores -> (hidden keys, changed logits) -> softmax -> P V.
 #pragma once
 #include "dump.cuh"
+#include "exponent.cuh"
 #include "logits.cuh"
 #include "resources.cuh"
 
@@ -126,8 +127,8 @@ SAGE2_DEV void change_logits(const Params &p, const Rows &rows, int (&S)[64], in
 
 // Softmax of a tile and its P V, folded into the sums. vanish: hidden scores need no further care.
 template<Scores KIND, class L>
-SAGE2_DEV void weigh_tile(const Consumer<L> &me, int stage, int parity, int (&S)[64], bool vanish, float k_scale,
-                          float2 q_scale, Sums<L> &sums) {
+SAGE2_DEV void weigh_tile(const Consumer<L> &me, const Rows &rows, int stage, int parity, int (&S)[64], bool vanish,
+                          float k_scale, float2 q_scale, Sums<L> &sums) {
   const Barriers<L> &bar = me.cta.bar;
   RowState &state = sums.state;
   if constexpr (L::fp16) {
@@ -149,7 +150,9 @@ SAGE2_DEV void weigh_tile(const Consumer<L> &me, int stage, int parity, int (&S)
     SAGE2_DUMP_ONLY(dump_sums<L::dv>(sums.at, sums.O, state.m0, state.m1, quad_sum(sums.l0), quad_sum(sums.l1));)
   } else {
     uint32_t P[16];
-    if (vanish) {
+    if constexpr (L::by_bits && KIND == kAllSeen) {
+      softmax_bits<L::exponent>(S, P, k_scale, q_scale, reaches_of<L>(rows.q_scales, thread_index()), state);
+    } else if (vanish) {
       softmax_fp8<KIND>(S, P, k_scale, q_scale.x, q_scale.y, state);
     } else {
       mark_hidden(S);
@@ -219,7 +222,7 @@ SAGE2_DEV void consume_tile(const Params &p, const Consumer<L> &me, const Rows &
   SAGE2_DUMP_ONLY(sums.at = dump_at<L>(p, rows.t, 64 * me.w, key_tile);)
   SAGE2_DUMP_ONLY(dump_scores(sums.at, S);)
   if constexpr (KIND == kLogits) change_logits<L>(p, rows, S, key_tile, partial, k_scale, q_scale, tid);
-  weigh_tile<KIND>(me, stage, parity, S, vanish, k_scale, q_scale, sums);
+  weigh_tile<KIND>(me, rows, stage, parity, S, vanish, k_scale, q_scale, sums);
 }
 
 // A turn that none of our rows sees.

@@ -1,6 +1,7 @@
 // The feeding warpgroup: one lane streams the K and V images of tile after tile through the ring and draws the tiles,
 // three warps load and quantize each next tile's Q while the consumers are in the one before.
 #pragma once
+#include "exponent.cuh"
 #include "resources.cuh"
 
 namespace sage2 {
@@ -73,6 +74,7 @@ template<class L> SAGE2_DEV void feed_q(const Params &p, const Cta<L> &cta, int 
       if (t >= 0)
         prefetch_q<L::dim, L::raw_rows, L::smooths>(p, decode<L::rows, L::is_dense>(p, t), 64 * g, cta.raw(w),
                                                     cta.bar.raw_full(w), parity, cta.q_buffer(buffer));
+      if (L::by_bits && t >= 0) measure_rows<L::dim>(cta.q_buffer(buffer), cta.reach(buffer), 64 * g, 64);
       barrier_arrive_warp(cta.bar.q_full(buffer, g), 4);
     }
     if (t < 0) return;

@@ -1,5 +1,5 @@
 // The mma.sync family: which kernels a call needs. The dense ones are compiled here.
-// Architectures: 80 86 89 100 120
+// Architectures: 80 86 89 100 110 120
 #include "fwd_mma_launch.cuh"
 #include "launch_order.h"
 

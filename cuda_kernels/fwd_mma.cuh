@@ -250,7 +250,7 @@ template<class C> SAGE2_DEV void finish(const Params &p, const Tile &tile, const
       float l = quad_sum(sums.l[m][h]), reference = sums.m[m][h], kept = 1.f, shrink = 1.f, dot = 0.f;
       if (row >= tile.q_len) continue;
       // The logits have it already after a softcap.
-      if (p.need_dot && !(C::family == kAdjusted && p.softcap != 0.f))
+      if (!C::dense && p.need_dot && !(C::family == kAdjusted && p.softcap != 0.f))
         dot = load_shared(s0 + C::at_dot + 4 * (first + 16 * m + 8 * h));
       if (!C::dense && p.sinks) add_sink(__ldg(p.sinks + tile.h) * kLog2e - dot * kLog2e, reference, l, shrink, kept);
       const float inverse = l == 0.f ? 0.f : __fdividef(shrink, l);  // no keys: zero
@@ -270,8 +270,11 @@ template<class C> SAGE2_DEV void finish(const Params &p, const Tile &tile, const
           if (channel + 1 < p.v_head_dim) out[8 * n + 1] = pair >> 16;
         }
       }
-      if (p.lse && c == 0)
-        p.lse[((int64_t)(!C::dense && p.cu_q ? 0 : tile.b) * p.heads + tile.h) * p.q_len + tile.q_token + row] =
+      if (C::dense && p.lse && c == 0) {
+        float *const place = log_sum_exp_of(p, tile, row - tile.row0);
+        *place = log_sum_exp(reference, l, *place);  // load_rows has left the dot there
+      } else if (p.lse && c == 0)
+        p.lse[((int64_t)(p.cu_q ? 0 : tile.b) * p.heads + tile.h) * p.q_len + tile.q_token + row] =
             log_sum_exp(reference, l, dot);
     }
 }

@@ -1,6 +1,6 @@
 // The mma.sync kernels for masks of truth values, windows, sinks and sequences: a unit of their own, so that all
 // families compile at the same time.
-// Architectures: 80 86 89 100 120
+// Architectures: 80 86 89 100 110 120
 #include "fwd_mma_launch.cuh"
 
 namespace sage2 {

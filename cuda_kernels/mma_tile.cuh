@@ -5,7 +5,9 @@
 // Registers, dim 128, two fragments: O 128, S 64 (P in its place), row state 8, 40 for addresses and operands: 255, two
 // CTAs of four warps an SM. One fragment (changed logits, sums in fp16, masked FP8, dim 256): O 64, S 32; eight warps.
 // Shared memory: Q once, two stages of K and V. Dim 128 FP16: 16 + 2 (8 + 16) = 64 KB, FP8: 16 + 2 (8 + 8) = 48 KB;
-// dim 256 (128 channels of V): 32 + 2 (16 + 8 or 16) = 80 or 96 KB. A CTA of sm_86, 89 and 120 may have 99 KB.
+// dim 256 (128 channels of V): 32 + 2 (16 + 8 or 16) = 80 or 96 KB. A CTA of sm_86, 89 and 120 may have 99 KB, and an
+// SM 100, of which each CTA costs one more: two CTAs fit if they have 49 KB each, so the dense kernels keep q . k_mean
+// in the place of the log-sum-exp that it is for.
 #pragma once
 #include "mma_image.h"
 #include "mma_ptx.cuh"
@@ -41,9 +43,10 @@ template<int DIM, Product PV, Family FAMILY, bool PACKED> struct MmaConfig {
   static constexpr int k_stage = k_image / 2, v_stage = v_image / 2;
   static constexpr int v_pitch = fp8 ? kHalfTokens : 128;
   static constexpr int at_q = 0, at_k = rows * row, at_v = at_k + 2 * k_stage, at_scale = at_v + 2 * v_stage;
-  static constexpr int at_dot = at_scale + 4 * rows, at_scratch = at_dot + 4 * rows;
+  static constexpr int at_dot = at_scale + 4 * rows, at_scratch = at_dot + (dense ? 0 : 4 * rows);
   static constexpr int bytes = at_scratch + threads / 32 * 16;
   static_assert(bytes <= 99 << 10, "shared memory of a CTA");
+  static_assert(!(dense && fp8 && DIM == 128) || bytes <= 49 << 10, "two CTAs on an SM with 100 KB");
 };
 // Neither FP8 products nor packed INT4 are compiled where they would be emulated, but for Hopper, whose mma kernels are
 // there for tests. FP8: sm_89, sm_120. INT4: sm_80 to sm_89.
@@ -92,6 +95,11 @@ template<class C> SAGE2_DEV void load_stage(uint32_t s0, int stage, const uint8_
   copy_commit();
 }
 
+// Of a row of a tile.
+SAGE2_DEV float *log_sum_exp_of(const Params &p, const Tile &t, int row) {
+  return p.lse + ((int64_t)t.b * p.heads + t.h) * p.q_len + t.q_token + t.row0 + row;
+}
+
 // 16-bit rows -> quantized rows, their scales, and on request their dots with K's mean. A warp loads its own rows;
 // DIM / 8 lanes hold one, eight channels each.
 template<class C> SAGE2_DEV void load_rows(const Params &p, const Tile &t, uint32_t s0) {
@@ -124,7 +132,10 @@ template<class C> SAGE2_DEV void load_rows(const Params &p, const Tile &t, uint3
       float dot = dot8(x, p.bf16, k_mean<C::dim>(p, t) + channel, 0.f);
       #pragma unroll
       for (int s = 1; s < kLanes; s *= 2) dot += __shfl_xor_sync(~0u, dot, s);
-      if (channel == 0) store_shared(s0 + C::at_dot + 4 * row, __float_as_uint(dot * p.scale));
+      if (channel == 0) {
+        if constexpr (!C::dense) store_shared(s0 + C::at_dot + 4 * row, __float_as_uint(dot * p.scale));
+        else if (exists) *log_sum_exp_of(p, t, row) = dot * p.scale;  // need_dot: there is one
+      }
     }
   }
   __syncwarp();

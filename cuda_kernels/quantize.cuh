@@ -17,8 +17,13 @@ namespace sage2 {
 namespace {
 
 constexpr int kThreads = 128;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kMostCtas = 4;
+#else
+constexpr int kMostCtas = 2;  // 128 registers do not do there
+#endif
 SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode) {  // an SM
-  return is_plain(mode) && dim <= 128 && !fp16 ? 4 : 2;
+  return is_plain(mode) && dim <= 128 && !fp16 ? kMostCtas : 2;
 }
 template<int DIM> constexpr int kValues = DIM > 128 ? 128 : DIM;  // channels of V that a part has
 

@@ -22,7 +22,8 @@ class Args(NamedTuple):
     left, right: keys seen on each side of the diagonal, -1 for no limit; causal is right 0. top_left: the diagonal
     starts at the first key instead of ending at the last. softcap 0: none. out_layout: "HND" or "NHD", the order in
     which the output's memory is contiguous. recipe: its name; reason: why it is "exact"; site: the counter key.
-    guard_rows: of an exact call, see `reference.exact.exact_attention`.
+    guard_rows: of an exact call, see `reference.exact.exact_attention`. exact_backend: what computes exact calls,
+    "torch" or, where it takes the call, "fa3" (`kernels.fa3`).
     """
 
     attn_mask: Tensor | None
@@ -42,6 +43,7 @@ class Args(NamedTuple):
     reason: str
     site: str
     guard_rows: bool = True
+    exact_backend: str = "torch"
 
 
 def scale_for(scale: float | None, head_dim: int) -> float:
@@ -64,7 +66,7 @@ def schema() -> str:
     """The arguments as the operator's schema writes them: "Tensor? attn_mask, ..., bool guard_rows=True"."""
     given = Args._field_defaults
     return ", ".join(
-        f"{_SCHEMA_TYPES[kind]} {name}" + (f"={given[name]}" if name in given else "")
+        f"{_SCHEMA_TYPES[kind]} {name}" + (f"={given[name]!r}" if name in given else "")
         for name, kind in get_type_hints(Args).items()
     )
 

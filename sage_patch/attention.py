@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import operator
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from sage_patch import arguments
-from sage_patch.dispatch import Layout, Options, UnsupportedCall, attend, choose, describe, unify
+from sage_patch.dispatch import Layout, Options, UnsupportedCall, attend, choose, describe, is_training, unify
+from sage_patch.dispatch import arguments as to_operator
+from sage_patch.kernels import ops, torch_private
+from sage_patch.kernels.plans import PLANS
 from sage_patch.recipes import AUTO, NO_LIMITS, Limits, parse_recipe
 
 __all__ = ["UnsupportedCall", "sage_attention"]
@@ -59,6 +64,19 @@ def sage_attention(
     fall or leave the tensor are refused on a CPU; on other devices, where reading them would wait, they are kept in.
     Raises ValueError or TypeError naming the argument.
     """
+    kind = None
+    if not torch.compiler.is_compiling():
+        kind = _kind(
+            query, key, value, (attn_mask, sinks, cu_seqlens_q, cu_seqlens_k),
+            (dropout_p, is_causal, enable_gqa, return_lse, scale, softcap, window),
+            (tensor_layout, causal_align, AUTO if recipe is None else recipe, on_unsupported),
+        )  # fmt: skip
+        planned: ops.Planned | None = None if kind is None else PLANS.get(kind)
+        if planned is not None and not ops.is_watched():
+            tensors = (attn_mask, None, None, sinks, cu_seqlens_q, cu_seqlens_k)
+            out, lse = planned.launch(query, key, value, tensors)
+            return (out, lse) if lse is not None else out
+    given = query
     others = dict(attn_mask=attn_mask, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     arguments.check_tensors(query, key, value, others)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa), ("return_lse", return_lse)):
@@ -99,11 +117,16 @@ def sage_attention(
         return_lse=bool(return_lse),
         out_layout="NHD" if packed else tensor_layout,
     )
-    query, key, value = unify(query, key, value)
+    views = (query, key, value)
+    query, key, value = unify(*views)
     call = describe(query, key, value, options)
     limits = Limits() if recipe == AUTO else NO_LIMITS
     chosen, reason = choose(parse_recipe(recipe), call, limits, on_unsupported)
     out, lse = attend(query, key, value, options, call, chosen, reason)
+    if kind is not None and not chosen.is_exact and all(map(operator.is_, views, (query, key, value))):
+        planned = ops.planned(query, key, value, to_operator(query, options, chosen, reason))
+        if planned is not None:
+            PLANS.put(kind, planned._replace(plan=planned.plan.of_user(given, packed)))
     if packed:
         out = out[0].transpose(0, 1)
         lse = lse[0] if lse is not None else None
@@ -113,3 +136,40 @@ def sage_attention(
         assert lse is not None
         return out, lse
     return out
+
+
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _kind(
+    query: Any, key: Any, value: Any, others: tuple[Any, ...], numbers: tuple[Any, ...], words: tuple[Any, ...]
+) -> tuple[object, ...] | None:
+    """What a call that runs on compiled kernels has in common with all that run alike: everything that is checked or
+    decided on. None: it cannot be such a call, or has to be looked at each time.
+
+    Types are asked because keys are compared by value: 1 is not a truth value, although it equals True. A training step
+    is no such call (`choose`), so that it need not be told apart.
+    """
+    dropout_p, is_causal, enable_gqa, return_lse, scale, softcap, window = numbers
+    if (
+        not type(is_causal) is type(enable_gqa) is type(return_lse) is bool
+        or type(dropout_p) is not float
+        or dropout_p != 0.0
+        or not (scale is None or type(scale) is float)
+        or not (softcap is None or type(softcap) is float)
+        or not (window is None or type(window) is int or (type(window) is tuple and {*map(type, window)} == {int}))
+        or {*map(type, words)} != {str}
+        or torch_private.is_seen()
+    ):
+        return None
+    facts: list[object] = []
+    learns = torch.is_grad_enabled()
+    for x in [x for x in (query, key, value, *others) if x is not None]:
+        if type(x) not in _TENSORS or x.is_nested or x.layout is not torch.strided or (learns and x.requires_grad):
+            return None
+        facts += (x.shape, x.stride(), x.dtype, x.device)
+    if not learns and is_training(False):
+        return None
+    device = "cuda" if query.is_cuda else "cpu"
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (*facts, *[x is None for x in others], numbers, words, autocast)

@@ -31,7 +31,10 @@ class Backend:
         None: caches on its devices are stored, and attended exactly.
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
-    card: whose cost model calibration takes on its devices.
+    newer: the architecture whose PTX devices run that came after every row; None: not here.
+    card: whose measured cost model calibration takes on its devices; "": what is predicted for the card by its name.
+    has_fp8: its devices multiply FP8, as the default recipe does where it can.
+    has_fp16_sums: its kernels can sum P V in fp16, which some cards do twice as fast (cards/table.py).
     is_proven: its tests ran on a card of their own. Where they did not, the first use on a device compares its numbers
         with the reference's, and refuses to go on if they differ.
     """
@@ -43,7 +46,10 @@ class Backend:
     pages: str | None = None
     no_gain: Rule | None = None
     architectures: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    card: str = "ada"
+    newer: str | None = None
+    card: str = ""
+    has_fp8: bool = True
+    has_fp16_sums: bool = False
     is_proven: bool = True
 
     @property
@@ -51,15 +57,29 @@ class Backend:
         """Kernels of CUDA cards, whose break-even lengths are measured."""
         return bool(self.architectures)
 
+    def architecture(self, capability: tuple[int, int] | None) -> str | None:
+        """The architecture whose code CUDA devices of this compute capability run; None: it does not serve them."""
+        if (
+            capability is not None
+            and self.newer
+            and capability > max(c for b in BACKENDS.values() for c in b.architectures)
+        ):
+            return self.newer
+        return None if capability is None else self.architectures.get(capability)
+
 
 def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
+    if not recipe.has_exponent:
+        return "variant"
     # INT8 products of up to 1,024 channels are exact in the float32 matmul that the reference uses.
     return "head_dim" if call.head_dim > 1024 else None
 
 
-def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> str | None:
-    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V."""
+def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256, has_exponents: bool = False) -> str | None:
+    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V; has_exponents: duo, chord."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
+        return "variant"
+    if recipe.exp != "exact" and not (has_exponents and recipe.has_exponent):
         return "variant"
     if recipe.rotate != "none" or recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
         return "variant"
@@ -74,7 +94,7 @@ def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256) -> s
 
 def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
     """The Hopper kernel's FP16 P V takes 128 channels."""
-    return _compiled_why_not(recipe, call, fp16_head_dim=128)
+    return _compiled_why_not(recipe, call, fp16_head_dim=128, has_exponents=True)
 
 
 def _without_fp8_why_not(recipe: Recipe, call: Call) -> str | None:
@@ -95,13 +115,20 @@ CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
 def breaks_even(recipe: Recipe, call: Call) -> bool:
     """Is the whole quantized call at least as fast as exact attention, by the break-even lengths in `call`?
 
-    A length L was measured with q_len = kv_len = L and batch x heads = CROSSOVER_HEADS. Below it the rewriting of K
-    and V (which grows with kv_len, while what it saves grows with q_len) and the start of a kernel cost more than the
-    faster products save. So both lengths must reach L, and the call must hold as much work, batch x heads x q_len x
-    kv_len, as the measured one: few heads need longer sequences. A recipe without a measured length breaks even.
+    A length L was measured with q_len = kv_len = L and so many heads (batch x heads: CROSSOVER_HEADS, and fewer). Below
+    it the rewriting of K and V (which grows with kv_len, while what it saves grows with q_len) and the start of a
+    kernel cost more than the faster products save. So both lengths must reach L, and the call must hold as much work,
+    batch x heads x q_len x kv_len, as the measured one: few heads need longer sequences. One measured point that the
+    call reaches is enough (crossover.points sees to it that they agree). Variants go by their recipe's lengths; a
+    recipe without any breaks even.
     """
-    length = dict(call.crossover).get(recipe.name, 0)
-    work = CROSSOVER_HEADS * length * length
+    points = dict(call.crossover).get(recipe.name.partition(":")[0])
+    return points is None or any(_reaches(call, heads, length) for heads, length in points)
+
+
+def _reaches(call: Call, heads: int, length: int) -> bool:
+    """Whether both lengths of a call, and its work, are at least those of a measured one."""
+    work = heads * length * length
     # The work first: of symbolic lengths each question that is asked becomes a condition of the graph. No call holds
     # as much as 2^62, and no symbol could be compared with it.
     if work >= 1 << 62 or call.batch * call.num_heads * call.q_len * call.kv_len < work:
@@ -124,7 +151,7 @@ BACKENDS: dict[str, Backend] = {
             card="hopper",
         ),
         # mma.sync. Compiled, simulated, run on a Hopper card; never timed on a card of their own. Break-even lengths
-        # are those of the table's "default".
+        # are predicted (cards/model.py).
         Backend(
             "mma",
             "cuda",
@@ -132,6 +159,7 @@ BACKENDS: dict[str, Backend] = {
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
             architectures={(8, 9): "89", (12, 0): "120", (12, 1): "120"},
+            has_fp16_sums=True,
             is_proven=False,
         ),
         Backend(
@@ -140,7 +168,10 @@ BACKENDS: dict[str, Backend] = {
             _without_fp8_why_not,
             kernels="sage_patch.kernels.library",
             no_gain=_compiled_no_gain,
-            architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100"},
+            architectures={(8, 0): "80", (8, 6): "86", (8, 7): "86", (10, 0): "100", (10, 3): "100", (11, 0): "110"},
+            newer="120",
+            has_fp8=False,
+            has_fp16_sums=True,
             is_proven=False,
         ),
         Backend(
@@ -159,22 +190,29 @@ def named(name: str) -> Backend | None:
     return BACKENDS.get(name)
 
 
+def of_device(recipe: Recipe, backend: str) -> Recipe:
+    """What a recipe is on a backend's devices: the default recipe has FP16 P V where the tensor cores have no FP8."""
+    row = named(backend)
+    return recipe if recipe.without_fp8 is None or row is None or row.has_fp8 else recipe.without_fp8
+
+
 def find(device: str, capability: tuple[int, int] | None = None) -> str:
     """The name of the backend of devices of this type and, with CUDA, compute capability; "none" if there is none."""
-    served = (b for b in BACKENDS.values() if b.device == device and (device == "cpu" or capability in b.architectures))
+    served = (b for b in BACKENDS.values() if b.device == device and (device == "cpu" or b.architecture(capability)))
     return next((b.name for b in served), "none")
 
 
 def capabilities() -> str:
-    """The compute capabilities that kernels exist for, for messages: "8.9, 9.0"."""
-    return ", ".join(
+    """The compute capabilities that kernels exist for, for messages: "8.9, 9.0 and newer"."""
+    named = ", ".join(
         f"{major}.{minor}" for major, minor in sorted({c for b in BACKENDS.values() for c in b.architectures})
     )
+    return f"{named} and newer" if any(b.newer for b in BACKENDS.values()) else named
 
 
 def architecture_of(capability: tuple[int, int]) -> str | None:
     """The architecture whose machine code devices of this compute capability run; None if nothing is compiled."""
-    return next((a for b in BACKENDS.values() for c, a in b.architectures.items() if c == capability), None)
+    return next((a for b in BACKENDS.values() if (a := b.architecture(capability))), None)
 
 
 @functools.cache
@@ -190,6 +228,7 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | 
     """
     if recipe.is_exact:
         return "policy"
+    recipe = of_device(recipe, call.backend)
     if call.needs_grad:
         return "needs_grad"
     if call.training:

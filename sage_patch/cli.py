@@ -7,24 +7,14 @@ Exit codes: 0 done, 1 a target was missed or the self-test failed, 2 an error in
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from sage_patch import __version__
-from sage_patch.errors import SagePatchError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sage_patch.evaluation.judge import Progress
+from sage_patch import __version__, cli_kernels
+from sage_patch.terminal import clean_errors, command_line, console_of, output_folder, progress_on, say, written
 
 app = typer.Typer(
     name="sage-patch",
@@ -66,52 +56,80 @@ def run(
     output: Annotated[Path | None, typer.Option(help="Folder for results.json, results.md and what was drawn.")] = None,
 ) -> None:
     """Generate text, pictures or clips with the policy, and measure them beside the unpatched model."""
-    with _clean_errors():
+    with clean_errors():
         from sage_patch.config import load_run_config
 
         loaded = load_run_config(config, set_ or [])
-        folder = _folder(output or Path(loaded.output))
+        folder = output_folder(output or Path(loaded.output))
 
         from sage_patch.evaluation import media
         from sage_patch.evaluation import run as running
         from sage_patch.evaluation.results_tables import results_tables, write_results
         from sage_patch.evaluation.tables import show
 
-        console = _console()
-        with _progress(console) as progress:
-            results, gallery = running.run(loaded, _command(), progress)
+        console = console_of()
+        with progress_on(console) as progress:
+            results, gallery = running.run(loaded, command_line(), progress, say)
             files = media.write_gallery(folder, gallery) if gallery is not None else []
         tables = results_tables(results)
         files += write_results(folder, results, tables)  # last: where they are, all is there
         show(tables, console)
-        _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
+        say(f"{results['seconds']:.0f} s; wrote {written(files)}")
         _fail_if_missed(results["targets"])
 
 
 @app.command()
 def plan(
-    config: Config,
+    config: Annotated[
+        Path | None, typer.Argument(help="A run configuration (YAML), such as configs/quickstart.yaml.")
+    ] = None,
     set_: Overrides = None,
     meta: Annotated[
         bool, typer.Option("--meta", help="Build the model without weights, from its config alone.")
     ] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="ID", help="In place of a run configuration: a hub id or folder; no weights.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="With --model: a recipe, a shipped policy such as wan, or a file.")
+    ] = "sage2",
+    card: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help='A GPU that need not be here, such as "RTX 4090": what would run there.'),
+    ] = None,
 ) -> None:
-    """Show which recipe every attention site would get, without running the model."""
-    with _clean_errors():
-        from sage_patch.config import load_run_config
-
-        loaded = load_run_config(config, [*(set_ or []), *(["model.meta=true"] if meta else [])])
-
-        from sage_patch.evaluation.models import load_pipeline, load_text_model
+    """Show which recipe every attention site would get, without running the model; or what a card runs."""
+    with clean_errors():
+        from sage_patch.cards.table import named
+        from sage_patch.config import ConfigError, load_policy, load_run_config
+        from sage_patch.evaluation.card_tables import card_tables, plan_on
         from sage_patch.evaluation.tables import plan_table, show
+
+        row = named(card) if card is not None else None
+        if row is not None and config is None and model is None:
+            show(card_tables(row), console_of())
+            return
+
+        if (config is None) == (model is None):
+            raise ConfigError(
+                "plan needs a run configuration (YAML), or --model with a hub id or folder; one of the two"
+            )
+        loaded = load_run_config(config, [*(set_ or []), *(["model.meta=true"] if meta else [])]) if config else None
+        wanted = loaded.policy.build() if loaded is not None else load_policy(policy)
+
+        from sage_patch.evaluation.models import load_pipeline, load_text_model, load_weightless
         from sage_patch.patch import plan as resolve_plan
 
-        console = _console()
-        with _progress(console) as progress:
+        console = console_of()
+        with progress_on(console) as progress:
             progress("loading the model", 0, 1)
-            text = loaded.task.kind == "text"
-            model = load_text_model(loaded.model)[0] if text else load_pipeline(loaded.model)
-        show([plan_table(resolve_plan(model, loaded.policy.build()).rows())], console)
+            if loaded is None:
+                built = load_weightless(str(model))
+            else:
+                text = loaded.task.kind == "text"
+                built = load_text_model(loaded.model)[0] if text else load_pipeline(loaded.model)
+        rows = resolve_plan(built, wanted).rows()
+        show([plan_table(rows)] if row is None else plan_on(row, rows), console)
 
 
 @app.command()
@@ -124,23 +142,23 @@ def evaluate(
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure anew what results.json holds already.")] = False,
 ) -> None:
     """Quality and speed of the policy and its rivals beside the unpatched model; continues where it was stopped."""
-    with _clean_errors("finished parts are in results.json, and the same command continues after them"):
+    with clean_errors("finished parts are in results.json, and the same command continues after them"):
         from sage_patch.config import load_run_config
 
         loaded = load_run_config(config, set_ or [])
-        folder = _folder(output or Path(loaded.output) / "evaluate")
+        folder = output_folder(output or Path(loaded.output) / "evaluate")
 
         from sage_patch.evaluation.evaluate import evaluate as evaluate_run
         from sage_patch.evaluation.results_tables import results_tables, write_results
         from sage_patch.evaluation.tables import show
 
-        console = _console()
-        with _progress(console) as progress:
-            results = evaluate_run(loaded, _command(), folder, progress, _say, fresh)
+        console = console_of()
+        with progress_on(console) as progress:
+            results = evaluate_run(loaded, command_line(), folder, progress, say, fresh)
         tables = results_tables(results)
         files = write_results(folder, results, tables)
         show(tables, console)
-        _say(f"{results['seconds']:.0f} s; wrote {_written(files)}")
+        say(f"{results['seconds']:.0f} s; wrote {written(files)}")
         _fail_if_missed(results["targets"])
 
 
@@ -160,22 +178,22 @@ def calibrate(
     budget_minutes: Annotated[float, typer.Option(min=0.1, help="Begin no run that would end later.")] = 15.0,
     card: Annotated[
         str,
-        typer.Option(metavar="CARD", help="Whose speeds to choose by: hopper, ada.  [auto: the GPU here, else ada]"),
+        typer.Option(metavar="CARD", help='Whose speeds: hopper, ada, "L40S" ...  [auto: this GPU, else hopper]'),
     ] = "auto",
     output: Annotated[Path | None, typer.Option(help="Folder for calibrate.json and for what was measured.")] = None,
 ) -> None:
     """Find the cheapest policy that meets a target on the end result, and write it as a file."""
     deadline = time.monotonic() + 60 * budget_minutes
-    with _clean_errors("no policy was written; what was measured is kept, and the same command goes on from it"):
+    with clean_errors("no policy was written; what was measured is kept, and the same command goes on from it"):
         from sage_patch.config import load_run_config, policy_to_yaml
         from sage_patch.evaluation.calibration.targets import parse_targets
 
         loaded = load_run_config(config, set_ or [])
         targets = parse_targets(target or [], loaded.task.kind)
-        folder = _folder(Path(output) if output is not None else Path(loaded.output))
+        folder = output_folder(Path(output) if output is not None else Path(loaded.output))
         path = out if out is not None else folder / "policy.yaml"
         if path.exists():
-            _say(f"{path} is there already and will be replaced by the policy that is found; --out names another file")
+            say(f"{path} is there already and will be replaced by the policy that is found; --out names another file")
 
         from sage_patch.evaluation.calibration import search as calibration
         from sage_patch.evaluation.calibration import tables as calibrate_tables
@@ -183,80 +201,21 @@ def calibrate(
         from sage_patch.evaluation.judge import judge_for
         from sage_patch.evaluation.tables import show
 
-        _say(
+        say(
             f"budget {budget_minutes:g} min: every rung scored at every site, then at most {calibration.MAX_RUNS} full "
             f"runs; what is measured is kept in {folder / calibration.STATE_NAME}"
         )
-        console = _console()
-        with _progress(console) as progress:
+        console = console_of()
+        with progress_on(console) as progress:
             judge = judge_for(loaded, progress)
             model = cost_model(card, judge.device)
-            found = calibration.calibrate(judge, targets, loaded.policy.build(), model, folder, deadline, _command())
+            found = calibration.calibrate(
+                judge, targets, loaded.policy.build(), model, folder, deadline, command_line()
+            )
         tables = calibrate_tables.calibrate_tables(found.results)
         show(tables, console)
         files = calibrate_tables.write_calibration(folder, path, found, tables, policy_to_yaml(found.policy))
-        _say(f"{found.results['seconds']:.0f} s; wrote {', '.join(map(str, files))}")
-
-
-@app.command()
-def bench(
-    head_dims: Annotated[str, typer.Option(metavar="D,...", help="Head dimensions, up to 256.")] = "128,64",
-    lengths: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Sequence lengths.  [default: 1024 to 32768; crossover: 256 up]")
-    ] = None,
-    masks: Annotated[str, typer.Option(metavar="MASK,...", help="full, causal")] = "full,causal",
-    recipes: Annotated[
-        str, typer.Option(metavar="RECIPE,...", help="Recipes that a kernel computes.")
-    ] = "qk_int8_pv_fp8,qk_int8_pv_fp16",
-    batch: Annotated[int, typer.Option(min=0, help="0: as many as make batch x heads 128, fewer above 8192.")] = 0,
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(min=0, help="Key and value heads; 0: as many as query heads.")] = 0,
-    peers: Annotated[bool, typer.Option(help="Also time FlashAttention and cuDNN, where installed.")] = True,
-    seconds: Annotated[float, typer.Option(help="Begin no new shape after so many seconds.")] = 600.0,
-    crossover: Annotated[
-        bool, typer.Option("--crossover", help="Measure from which length quantizing pays on this card.")
-    ] = False,
-    table: Annotated[
-        Path | None, typer.Option(help="Write the card's crossover lengths here, not into the user's cache.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "--out", help="Folder for bench.json, bench.md and bench.png.")
-    ] = None,
-    plot: Annotated[bool, typer.Option(help="Draw bench.png.")] = True,
-) -> None:
-    """Time the compiled kernels on this GPU, beside other attention kernels."""
-    with _clean_errors():
-        from sage_patch.evaluation.bench import measure as benchmark
-        from sage_patch.evaluation.bench.tables import bench_tables, crossover_table, write_bench
-        from sage_patch.evaluation.tables import show
-        from sage_patch.kernels import crossover as crossovers
-
-        numbers = benchmark.CROSSOVER_LENGTHS if crossover else benchmark.LENGTHS
-        plan_ = benchmark.plan(
-            head_dims=benchmark.numbers("--head-dims", head_dims),
-            lengths=benchmark.numbers("--lengths", lengths) if lengths else numbers,
-            masks=masks.split(","),
-            recipes=recipes.split(","),
-            heads={"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads},
-            peers=crossovers.EXACT_PEERS if crossover else tuple(benchmark.PEERS) if peers else (),
-            seconds=seconds,
-            note={"command": _command()},
-        )
-        benchmark.require_gpu()
-        if output is not None:
-            _folder(output)
-        console = _console()
-        with _progress(console, loads_models=False) as progress:
-            result = benchmark.run(plan_, progress)
-        show(bench_tables(result), console)
-        if crossover:
-            name, card = benchmark.crossover_card(result)
-            show([crossover_table(name, card)], console)
-            path = table or crossovers.user_table()
-            crossovers.write(path, name, card)
-            _say(f"wrote {path}")
-        if output is not None:
-            _say(f"wrote {', '.join(map(str, write_bench(output, result, plot)))}")
+        say(f"{found.results['seconds']:.0f} s; wrote {', '.join(map(str, files))}")
 
 
 @app.command()
@@ -274,20 +233,20 @@ def ablate(
     ] = None,
 ) -> None:
     """What smoothing, scale granularity and the type of P and V buy on your model's own tensors."""
-    with _clean_errors():
+    with clean_errors():
         from sage_patch.config import load_run_config
 
         loaded = load_run_config(config, set_ or [])
-        folder = _folder(output or Path(loaded.output))
+        folder = output_folder(output or Path(loaded.output))
 
         from sage_patch.evaluation.ablation import ablate_model, write_ablation
 
-        console = _console()
-        with _progress(console) as progress:
+        console = console_of()
+        with progress_on(console) as progress:
             found = ablate_model(loaded, config.stem, progress, jobs, per_site, site, head)
-        files = write_ablation(folder, _command(), {config.stem: found})
+        files = write_ablation(folder, command_line(), {config.stem: found})
         console.file.write(files[1].read_text())
-        _say(f"wrote {_written(files)}")
+        say(f"wrote {written(files)}")
 
 
 @app.command()
@@ -302,46 +261,18 @@ def report(
     title: Annotated[str, typer.Option(help="The page's title.")] = "Quantized attention: what it costs and gains",
 ) -> None:
     """One page, without network, from any number of results files and policies."""
-    with _clean_errors():
+    with clean_errors():
         from sage_patch.config import load_policy
         from sage_patch.evaluation.report.build import write_report
 
         policies = {path: load_policy(path) for path in files if path.suffix in (".yaml", ".yml")}
         results = [path for path in files if path not in policies]
-        _say(f"wrote {_written(write_report(results, policies, output, title, _command()))}")
+        say(f"wrote {written(write_report(results, policies, output, title, command_line()))}")
 
 
-@app.command()
-def build(
-    arch: Annotated[
-        list[str] | None, typer.Option(metavar="CC", help="Compute capability, such as 90; may be given several times.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="A folder or a .so file.  [default: beside the package, where it is preferred]")
-    ] = None,
-) -> None:
-    """Compile the CUDA kernels into one library, for a wheel or a machine without nvcc."""
-    with _clean_errors():
-        from sage_patch.kernels.build import build_prebuilt
-
-        typer.echo(build_prebuilt(arch or [], out))
-
-
-@app.command()
-def env(
-    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Print versions and devices, and test the numerics of every recipe on every device."""
-    with _clean_errors():
-        from sage_patch.evaluation.environment import environment, self_test
-
-        facts: dict[str, Any] = environment() | {"self_test": self_test()}
-        if json_:
-            typer.echo(json.dumps(facts, indent=1))
-        else:
-            _print_environment(facts)
-        if any(t["result"] == "wrong" for t in facts["self_test"]):
-            raise typer.Exit(1)
+app.command()(cli_kernels.bench)
+app.command()(cli_kernels.build)
+app.command()(cli_kernels.env)
 
 
 def main() -> None:
@@ -349,120 +280,8 @@ def main() -> None:
     app()
 
 
-def _command() -> str:
-    """This process's command line, for results."""
-    return shlex.join(["sage-patch", *sys.argv[1:]])
-
-
-def _folder(path: Path) -> Path:
-    """The folder, made before the work and not after it. ConfigError if something else has the name."""
-    from sage_patch.config import ConfigError
-
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"the output must be a folder, and {path} is a file")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
 def _fail_if_missed(targets: list[dict[str, Any]]) -> None:
     missed = [t for t in targets if not t["met"]]
     if missed:
-        _say(f"{len(missed)} of {len(targets)} targets missed")
+        say(f"{len(missed)} of {len(targets)} targets missed")
         raise typer.Exit(1)
-
-
-def _written(files: list[Path]) -> str:
-    """The files' names, or where they are if they are many."""
-    if len(files) <= 4:
-        return ", ".join(map(str, files))
-    return f"{len(files)} files to {files[0].parent}, {files[-1].name} and sheet.png among them"
-
-
-def _print_environment(facts: dict[str, Any]) -> None:
-    from sage_patch.evaluation.tables import Table, show
-
-    cpu, cuda = facts["cpu"], facts["cuda"]
-    rows = [(name, version or "not installed") for name, version in facts["packages"].items()]
-    rows += [("python", facts["python"]), ("system", facts["system"])]
-    rows += [("cpu", f"{cpu['name']}, {cpu['cores']} cores, torch uses {cpu['threads']}")]
-    rows += [("cuda", cuda["version"] or "this torch is built without it")]
-    rows += [
-        (f"cuda:{i}", f"{d['name']}, sm_{d['capability'].replace('.', '')}, {d['memory_gib']} GiB")
-        for i, d in enumerate(cuda["devices"])
-    ]
-    rows += list(facts["variables"].items())
-    tests = [
-        (
-            t["device"],
-            t["recipe"],
-            "" if t["error"] is None else f"{t['error']:.5f}",
-            "none" if t["bound"] is None else f"{t['bound']:g}",
-            t["result"],
-        )
-        for t in facts["self_test"]
-    ]
-    show(
-        [
-            Table("Environment", ("<what", "<value"), tuple(rows)),
-            Table(
-                "Self-test: relative L1 error against float64",
-                ("<device", "<recipe", "error", "bound", "<result"),
-                tuple(tests),
-            ),
-        ],
-        _console(),
-    )
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
-
-
-@contextmanager
-def _progress(console: Console, loads_models: bool = True) -> Iterator[Progress]:
-    """A progress bar on a terminal; elsewhere one line whenever another kind of work begins."""
-    if loads_models:
-        from sage_patch.evaluation.models import quiet_loading
-
-        quiet_loading()
-    if not console.is_terminal:
-        seen = set()
-
-        def line(label: str, done: int, total: int) -> None:
-            kind = label.partition(",")[0]
-            if kind not in seen and done < total:
-                seen.add(kind)
-                _say(f"{label} ..." if kind.startswith("loading") else f"{kind} ...")
-
-        yield line
-        return
-
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task("starting", total=1)
-        yield lambda label, done, total: bars.update(bar, description=label, completed=done, total=total)
-
-
-@contextmanager
-def _clean_errors(interrupted: str = "nothing was written") -> Iterator[None]:
-    """Errors that a person can act on become one message and exit code 2; Ctrl-C becomes 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _say(f"interrupted; {interrupted}")
-        raise typer.Exit(130) from None
-    except SagePatchError as error:  # it tells what was asked, what was found and what to do
-        _say(f"error: {error}")
-        raise typer.Exit(2) from None
-    except OSError as error:
-        _say(f"error: {error}")
-        raise typer.Exit(2) from None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from sage_patch.args import Args, PageArgs, key_padding, scale_for
-from sage_patch.backends import named, why_not
+from sage_patch.backends import named, of_device, why_not
 from sage_patch.kernels import crossover, ops, torch_private
 from sage_patch.kernels.plain import ends_within, in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
 from sage_patch.reasons import NOTE_CACHE, is_error
-from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, Limits, Recipe, UnsupportedCall
+from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, ExactBackend, Limits, Recipe, UnsupportedCall
 from sage_patch.reference.exact import exact_attention, exact_weights
 from sage_patch.reference.quantize import hide
 from sage_patch.reference.visibility import Visibility
@@ -40,7 +40,7 @@ class Options:
     out_layout: in which layout the output's memory is contiguous.
     guard_rows: an exact call's rows without keys are 0. False: they are as torch's SDPA has them, so that the call is
     bit-equal to the one that it stands for.
-    training: the flag of the module whose call this is.
+    training: the flag of the module whose call this is. exact_backend: what computes the call if it runs exact.
     """
 
     attn_mask: Tensor | None = None
@@ -61,6 +61,7 @@ class Options:
     out_layout: Layout = "HND"
     guard_rows: bool = True
     training: bool = False
+    exact_backend: ExactBackend = "torch"
 
     def scale_for(self, head_dim: int) -> float:
         """The softmax scale; the default is SDPA's own expression of the true head_dim."""
@@ -113,7 +114,9 @@ def describe(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Cal
         needs_grad=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors),
         training=is_training(options.training),
         batch=batch,
-        crossover=crossover.lengths(query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0)
+        crossover=crossover.lengths(
+            query.device.index, _width(query.shape[-1], value.shape[-1]), options.right == 0, options.exact_backend
+        )
         if row is not None and row.is_compiled
         else (),
     )
@@ -163,6 +166,7 @@ def choose(
     """
     if recipe.is_exact:
         return recipe, "needs_grad" if call.needs_grad else exact_reason
+    recipe = of_device(recipe, call.backend)
     reason = why_not(recipe, call, limits)
     if reason is None:
         return recipe, ""
@@ -192,15 +196,19 @@ def attend(
     """
     if call.needs_grad or call.dropout:
         return _differentiable(query, key, value, options, reason, site)
+    out, lse = ops.attend(query, key, value, arguments(query, options, recipe, reason, site))
+    return out, lse if options.return_lse else None
+
+
+def arguments(query: Tensor, options: Options, recipe: Recipe, reason: str, site: str = "") -> Args:
+    """What the operator is told of a call."""
     o = options
     scale = o.scale if torch.compiler.is_compiling() else o.scale_for(query.shape[-1])
-    args = Args(
+    return Args(
         o.attn_mask, o.kv_starts, o.kv_lens, o.sinks, o.cu_seqlens_q, o.cu_seqlens_k, scale,
         o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout, recipe.name, reason, site,
-        o.guard_rows,
+        o.guard_rows, o.exact_backend,
     )  # fmt: skip
-    out, lse = ops.attend(query, key, value, args)
-    return out, lse if o.return_lse else None
 
 
 def attend_with_weights(

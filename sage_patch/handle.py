@@ -105,7 +105,9 @@ class Handle:
         """A line for each run of neighbouring sites of which the same is planned and the same was seen."""
         by_site: dict[str, list[str]] = {}
         for r in rows:
-            seen = f"{r['recipe']} x{r['calls']}" + (f" ({r['reason']})" if r["reason"] else "")
+            notes = [r["reason"]] if r["reason"] else []
+            notes += [r["backend"]] if r["recipe"] == "exact" and r["backend"] != "exact" else []
+            seen = f"{r['recipe']} x{r['calls']}" + (f" ({'; '.join(notes)})" if notes else "")
             by_site.setdefault(r["site"], []).append(seen)
         steps = {row["name"]: f" [{row['steps']}]" for row in self.plan.rows() if row["steps"]}
         runs: list[tuple[list[str], str]] = []

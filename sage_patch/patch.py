@@ -17,12 +17,15 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from sage_patch.cards import table as cards
+from sage_patch.extras import needed_for
 from sage_patch.fingerprint import hash_of, why_stale
 from sage_patch.handle import LOCK, Handle, PatchError, row_of, summary
 from sage_patch.integrations.configurations import config_copies, give_names_back, mask_styles
@@ -34,32 +37,37 @@ from sage_patch.integrations.steps import StepClock, StepSwitch, scheduler_probl
 from sage_patch.integrations.tags import TAG, SiteTag
 from sage_patch.integrations.transformers import OwnAttentionError, register
 from sage_patch.integrations.unreached import Unreached, unreached_modules
-from sage_patch.kernels import ops
+from sage_patch.kernels import fa3, ops
 from sage_patch.policy import Plan, Policy, PolicyError, resolve
-from sage_patch.recipes import parse_recipe, recipe_names
+from sage_patch.recipes import ExactBackend, parse_recipe, recipe_names
 
 _HANDLE_NUMBERS = itertools.count(1)
 Given = Policy | str | os.PathLike | Mapping[str, Any] | None
 
 
-def apply(model: Any, policy: Given = None) -> Handle:
+def apply(model: Any, policy: Given = None, *, exact_backend: ExactBackend | None = None) -> Handle:
     """Patch a model in place so that its attention runs under `policy`.
 
     model: any nn.Module whose attention can be reached (docs/apply.md), or a diffusers pipeline, of which the denoising
     models are patched. policy: a Policy, the name of a recipe, the path of a policy file, a mapping of that form, or
-    None for the default. The handle reverts the patch, also as a context manager. Everything is checked before anything
-    changes. Raises PatchError if the model is compiled, already patched or has nothing to patch, OwnAttentionError if
-    it attends in its own code, PolicyError if the policy does not fit or was calibrated on another model, ConfigError
-    for a wrong policy file, and kernels.build.BuildError if the model is on a GPU whose kernels can neither be found
-    nor compiled.
+    None for the default. exact_backend: in place of the policy's own, "torch" or "fa3": exact calls then run on
+    FlashAttention-3 where it takes them. The handle reverts the patch, also as a context manager. Everything is checked
+    before anything changes. Raises PatchError if the model is compiled, already patched or has nothing to patch,
+    OwnAttentionError if it attends in its own code, PolicyError if the policy does not fit or was calibrated on another
+    model, ConfigError for a wrong policy file, kernels.build.BuildError if the model is on a GPU whose kernels can
+    neither be found nor compiled, and kernels.fa3.Fa3Missing if FlashAttention-3 is asked for and cannot be imported.
     """
     with LOCK:
         found = _inspect(model)
         policy = policy_of(policy)
+        if exact_backend is not None:
+            policy = replace(policy, exact_backend=exact_backend)
         plan = _resolve(model, policy, found)
         devices = {parameter.device for root in found.roots for parameter in root.parameters()}
         for device in devices:
             ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
+        if policy.exact_backend == fa3.NAME:
+            fa3.find()
         token = f"h{next(_HANDLE_NUMBERS)}/"
         handle = Handle(plan, token, found.parts, found.unreached)
         styles = mask_styles([(s.site, s.module) for s in found.routed]) if found.routed else {}
@@ -81,18 +89,15 @@ def apply(model: Any, policy: Given = None) -> Handle:
         if denoisers(model):
             handle._pipeline = weakref.ref(model)
         _follow_steps(model, handle, {s.name: (s.module, s.module.__dict__[TAG]) for s in found.sites})
-    if any(device.type == "cuda" and ops.backend_for(device) == "none" for device in devices):
-        warnings.warn(
-            "sage_patch has no quantized kernels for this GPU: every call will run exact (no_kernel_for_cuda)",
-            stacklevel=2,
-        )
+    for message in _words_on_cards(devices):
+        warnings.warn(message, stacklevel=2)
     return handle
 
 
 @contextlib.contextmanager
-def applied(model: Any, policy: Given = None) -> Iterator[Handle]:
+def applied(model: Any, policy: Given = None, *, exact_backend: ExactBackend | None = None) -> Iterator[Handle]:
     """apply() for the length of a with-block; reverts on exit, exceptions included."""
-    with apply(model, policy) as handle:
+    with apply(model, policy, exact_backend=exact_backend) as handle:
         yield handle
 
 
@@ -142,8 +147,8 @@ def policy_of(given: Given) -> Policy:
         )
     if isinstance(given, str) and given in recipe_names():
         return Policy(recipe=given)
-    from sage_patch.config import load_policy  # needs pydantic and PyYAML, which nothing above does
-
+    with needed_for("reading a policy"):
+        from sage_patch.config import load_policy  # needs pydantic and PyYAML, which nothing above does
     return load_policy(given)
 
 
@@ -229,6 +234,18 @@ def _resolve(model: Any, policy: Policy, found: _Found) -> Plan:
     return plan
 
 
+def _words_on_cards(devices: Iterable[torch.device]) -> Iterator[str]:
+    """What to say of the GPUs that a model is on: those without kernels, and those that no table knows."""
+    on_cuda = [device for device in devices if device.type == "cuda"]
+    if any(ops.backend_for(device) == "none" for device in on_cuda):
+        yield "sage_patch has no quantized kernels for this GPU: every call will run exact (no_kernel_for_cuda)"
+        return
+    for device in on_cuda:
+        note = cards.unknown_once(torch.cuda.get_device_name(device))
+        if note is not None:
+            yield note
+
+
 def _schedulers(model: Any, sites: list[str]) -> list[tuple[str, list[str]]]:
     """(component name of a scheduler, the sites that run in its steps); "" for those that only handle.step tells."""
     groups: dict[str, list[str]] = {}
@@ -262,5 +279,6 @@ def _tag(site: Site, plan: Plan, policy: Policy, handle: Handle, styles: dict[in
         original=getattr(config, "_attn_implementation", None) or "",
         style=styles.get(id(config), "implicit"),
         by_processor=len(site.carriers) > 1,
+        exact_backend=policy.exact_backend,
         handle=handle,
     )

@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from typing import Literal
+from typing import Literal, get_args
 
 from sage_patch.errors import SagePatchError
 from sage_patch.names import grouped
-from sage_patch.recipes import AUTO, Limits, parse_recipe
+from sage_patch.recipes import AUTO, ExactBackend, Limits, parse_recipe
 
 Role = Literal["self", "cross", "joint"]
 OnUnsupported = Literal["exact", "error"]
@@ -196,8 +196,9 @@ class Policy:
     recipe: a name of `recipes.recipe_names()`, or a variant of one. on_unsupported: a call that the recipe
     cannot run goes "exact", counted with its reason, or is an "error". quantize_fp32: quantize float32 inputs
     too. min_q_len, min_kv_len: fewer query rows or keys go exact; None takes the values of `recipes.Limits`. With
-    both None, calls that a card's measurements say are faster exact go exact too (reason "short"). calibration: which
-    model the rules were measured on; a policy without one fits any model.
+    both None, calls that a card's measurements say are faster exact go exact too (reason "short"). exact_backend: what
+    computes exact calls: "torch", bit for bit as in the unpatched model, or "fa3", FlashAttention-3 where it takes the
+    call. calibration: which model the rules were measured on; a policy without one fits any model.
     """
 
     recipe: str = AUTO
@@ -205,6 +206,7 @@ class Policy:
     quantize_fp32: bool = False
     min_q_len: int | None = None
     min_kv_len: int | None = None
+    exact_backend: ExactBackend = "torch"
     rules: Sequence[Rule] = ()
     calibration: Calibration | None = field(default=None, hash=False)
 
@@ -332,6 +334,9 @@ def resolve(policy: Policy, sites: Iterable[AttentionSite], has_steps: bool = Fa
     """
     found = tuple(sites)
     problems = [_recipe_problem("the policy", policy.recipe)]
+    if policy.exact_backend not in get_args(ExactBackend):
+        known = " and ".join(map(repr, get_args(ExactBackend)))
+        problems.append(f"the policy: exact_backend {policy.exact_backend!r} is none; there are {known}")
     for number, rule in enumerate(policy.rules, start=1):
         label = f"rule {number} {rule}"
         if rule.recipe is not None:

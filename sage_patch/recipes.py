@@ -15,8 +15,10 @@ from sage_patch.errors import SagePatchError
 
 Smooth = Literal["none", "k", "q", "qk"]
 Rotate = Literal["none", "hadamard"]
+Exponent = Literal["exact", "duo", "chord"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
+ExactBackend = Literal["torch", "fa3"]  # what computes exact calls
 QK_BITS = (4, 8)  # widths of Q and K that are computed
 
 
@@ -37,6 +39,9 @@ class Recipe:
         output.
     rotate: "hadamard": Q and K are multiplied by a Hadamard matrix after smoothing and before quantization, which
         spreads outlier channels over all of them and changes no score (reference/rotation.py).
+    exp: how 2^x is formed on its way to E4M3: "exact" in float32; by integer arithmetic "duo", two chords, to 0.5 %,
+        or "chord", one, within 6 %: in tiles of integer scores that are seen whole, exactly elsewhere (edges of masks,
+        additive masks, softcap) and where scores are too far apart. Only with P in fp8, INT8, and Q's mean kept.
     granularity: how many tokens share one INT scale; "thread" is the paper's per-thread grouping (section 3.2).
     tiling: whose thread layout "warp" and "thread" mean: mma.sync (128x64 tiles, 32 rows a warp) or
         wgmma (128 keys a tile, 16 rows a warp).
@@ -47,6 +52,7 @@ class Recipe:
     column: how the benchmark's columns of its compiled kernel begin; "" where it is not timed.
     cost: attention time relative to exact attention, pre-processing included, on the cards that calibration knows;
         empty: calibration does not choose it.
+    without_fp8: of the default recipe, what it means on cards whose tensor cores have no FP8 (backends.of_device).
 
     Raises ValueError for a width of Q and K, or a type of P and V, that nothing computes.
     """
@@ -57,11 +63,13 @@ class Recipe:
     smooth: Smooth = "none"
     smooth_v: bool = False
     rotate: Rotate = "none"
+    exp: Exponent = "exact"
     granularity: Granularity = "thread"
     tiling: Tiling = "wgmma"
     self_test_bound: float | None = field(default=None, compare=False)
     column: str = field(default="", compare=False)
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
+    without_fp8: Recipe | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if (self.qk_bits, self.pv) != (0, "none") and (self.qk_bits not in QK_BITS or self.pv not in ("fp8", "fp16")):
@@ -73,6 +81,11 @@ class Recipe:
     @property
     def is_exact(self) -> bool:
         return self.qk_bits == 0
+
+    @property
+    def has_exponent(self) -> bool:
+        """Its scores are integers that its `exp` can take."""
+        return self.exp == "exact" or (self.pv == "fp8" and self.qk_bits == 8 and not self.smooth_q)
 
     @property
     def smooth_q(self) -> bool:
@@ -113,11 +126,13 @@ LADDER = tuple(name for name, recipe in reversed(RECIPES.items()) if recipe.cost
 
 AUTO = "sage2"  # the default recipe of the device, with the length thresholds of `Limits`
 DEFAULT_RECIPE = "qk_int8_pv_fp8"
+DEFAULT_WITHOUT_FP8 = "qk_int8_pv_fp16"
 
 _VARIANT_FIELDS: dict[str, tuple[str, ...]] = {
     "smooth": ("none", "k", "q", "qk"),
     "smooth_v": ("on", "off"),
     "rotate": ("none", "hadamard"),
+    "exp": ("exact", "duo", "chord"),
     "granularity": ("tensor", "block", "warp", "thread", "token"),
     "tiling": ("mma", "wgmma"),
 }
@@ -130,15 +145,20 @@ def recipe_names() -> list[str]:
 def parse_recipe(text: str) -> Recipe:
     """The recipe behind a name, with variants: `qk_int4_pv_fp8:smooth=none,granularity=block`.
 
-    "sage2" gives the default recipe. Variants exist for ablations; a compiled kernel covers only what its
-    envelope says. Raises ValueError naming the nearest known word.
+    "sage2" gives the default recipe, which knows what it is on cards without FP8 (`without_fp8`). Variants exist for
+    ablations; a compiled kernel covers only what its envelope says. Raises ValueError naming the nearest known word.
     """
     name, _, tail = text.partition(":")
     if name == AUTO:
-        name = DEFAULT_RECIPE
+        twin = _variant(RECIPES[DEFAULT_WITHOUT_FP8], tail, text)
+        return replace(_variant(RECIPES[DEFAULT_RECIPE], tail, text), without_fp8=twin)
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {text!r}{nearest(name, recipe_names())}")
-    base = RECIPES[name]
+    return _variant(RECIPES[name], tail, text)
+
+
+def _variant(base: Recipe, tail: str, text: str) -> Recipe:
+    """`base` with the changes that the tail of a recipe's name says. text: the whole name, for errors."""
     if not tail:
         return base
     if base.is_exact:
@@ -152,7 +172,7 @@ def parse_recipe(text: str) -> Recipe:
         if value not in _VARIANT_FIELDS[key]:
             raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
         changes[key] = (value == "on") if key == "smooth_v" else value
-    return replace(base, name=text, **changes)  # type: ignore[arg-type]
+    return replace(base, name=f"{base.name}:{tail}", **changes)  # type: ignore[arg-type]
 
 
 def nearest(word: str, known: object) -> str:
@@ -193,7 +213,8 @@ class Call(NamedTuple):
     needs_grad: bool = False
     training: bool = False  # part of a training step (dispatch.is_training), whether or not it needs a gradient itself
     batch: int = 1
-    crossover: tuple[tuple[str, int], ...] = ()  # the card's measured break-even length of each recipe
+    # The card's measured break-even lengths of each recipe: ((batch x heads, length), ...)
+    crossover: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pydantic import (
 
 from sage_patch.figures import BY_BOUND, Figure
 from sage_patch.policy import Calibration, OnUnsupported, Policy, Role, Rule, Span
-from sage_patch.recipes import AUTO, parse_recipe
+from sage_patch.recipes import AUTO, ExactBackend, parse_recipe
 
 SCHEMA_VERSION = 1
 
@@ -96,6 +96,7 @@ class PolicySpec(Section):
     quantize_fp32: bool = False
     min_q_len: Annotated[int, Field(ge=1)] | None = None
     min_kv_len: Annotated[int, Field(ge=1)] | None = None
+    exact_backend: ExactBackend = "torch"
     rules: list[RuleSpec] = []
     calibration: CalibrationSpec | None = None
 

@@ -5,8 +5,8 @@
 Each family is built as a tiny random model and run on the CPU under the default recipe: once as it is, once with
 left-padded and once with right-padded text (a family that takes no padding makes the same calls three times, and is
 counted once then). Of every call the static facts are kept (`recipes.Call`) and asked about again as if it ran in
-bfloat16 on a Hopper card with lengths that are long enough: by today's envelope, and by that of the first kernel. Tiny
-models have tiny heads, so a family's real head_dim is looked up in its configuration class: see `real_head_dim`.
+bfloat16 on a Hopper card with lengths that are long enough. Tiny models have tiny heads, so a family's real head_dim is
+looked up in its configuration class: see `real_head_dim`.
 `python scripts/update_families.py` makes the table of docs/families.md from the file.
 """
 
@@ -50,28 +50,13 @@ RECIPE = parse_recipe("sage2")
 INPUTS = ("plain", "left", "right")
 
 
-def first_kernel_why_not(call: Call, starts: bool) -> str | None:
-    """The envelope of the first Hopper kernel. Packed calls were one plain call for each sequence then."""
-    if call.head_dim > 128:
-        return "head_dim"
-    if call.v_head_dim != call.head_dim:
-        return "v_head_dim"
-    for reason in ("window", "softcap", "sinks"):
-        if getattr(call, reason):
-            return reason
-    if starts or call.mask in ("padding", "bool"):  # where keys start it was not told: it would have got the mask
-        return "mask_bool"
-    return "mask_float" if call.mask == "float" else None
-
-
 def on_hopper(call: Call) -> Call:
     """The same call as it would be made in bfloat16 there."""
     dtype = "bfloat16" if call.dtype == "float32" else call.dtype
     return call._replace(backend="sm90", device="cuda", dtype=dtype, needs_grad=False, crossover=())
 
 
-# Of each call: its facts, whether it was told where keys start, and the facts that were decided on.
-Seen = list[tuple[Call, bool, Call]]
+Seen = list[Call]  # the facts of each call that were decided on
 
 
 def calls_of(family: zoo.Family) -> Iterator[tuple[str, Seen, collections.Counter]]:
@@ -80,17 +65,12 @@ def calls_of(family: zoo.Family) -> Iterator[tuple[str, Seen, collections.Counte
     for kind in INPUTS:
         inputs = zoo.inputs(family, model) if kind == "plain" else zoo.inputs(family, model, padding=kind)
         seen: Seen = []
-        facts: list[tuple[Call, bool]] = []
 
-        def described(
-            query: Any, key: Any, value: Any, options: Options, facts: list[tuple[Call, bool]] = facts
-        ) -> Call:
-            call = on_hopper(describe(query, key, value, options))
-            facts.append((call, options.kv_starts is not None))
-            return call
+        def described(query: Any, key: Any, value: Any, options: Options) -> Call:
+            return on_hopper(describe(query, key, value, options))
 
-        def chosen(recipe: Any, call: Call, *rest: Any, facts: Any = facts, seen: Seen = seen) -> Any:
-            seen.append((*facts[-1], call))
+        def chosen(recipe: Any, call: Call, *rest: Any, seen: Seen = seen) -> Any:
+            seen.append(call)
             return choose(recipe, call, *rest)
 
         with sage_patch.applied(model, DEFAULT) as handle:
@@ -106,7 +86,7 @@ def calls_of(family: zoo.Family) -> Iterator[tuple[str, Seen, collections.Counte
 
 
 def measure(family: zoo.Family) -> dict[str, Any]:
-    """The record of one family: calls and reasons before and now, for each kind of input."""
+    """The record of one family: calls and reasons, for each kind of input."""
     record: dict[str, Any] = {"kind": family.kind}
     heads = real_head_dim(family.name)
     if heads:
@@ -117,15 +97,14 @@ def measure(family: zoo.Family) -> dict[str, Any]:
             plain = seen
         elif seen == plain:
             continue  # takes no padding mask
-        before, now, real = (collections.Counter(elsewhere) for _ in range(3))
+        now, real = collections.Counter(elsewhere), collections.Counter(elsewhere)
         masks: collections.Counter = collections.Counter()
-        for call, starts, decided in seen:
-            before[first_kernel_why_not(call, starts) or "quantized"] += 1
-            now[why_not(RECIPE, decided, LONG_ENOUGH) or "quantized"] += 1
-            large = decided._replace(head_dim=max(heads, call.head_dim), v_head_dim=max(heads, call.v_head_dim))
+        for call in seen:
+            now[why_not(RECIPE, call, LONG_ENOUGH) or "quantized"] += 1
+            large = call._replace(head_dim=max(heads, call.head_dim), v_head_dim=max(heads, call.v_head_dim))
             real[why_not(RECIPE, large, LONG_ENOUGH) or "quantized"] += 1
             masks["packed" if call.varlen else "window" if call.window else call.mask] += 1
-        record[kind] = {"before": before, "now": now, "now_real_head_dim": real, "masks": masks}
+        record[kind] = {"now": now, "now_real_head_dim": real, "masks": masks}
     return record
 
 
@@ -157,23 +136,18 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
             if kind not in record:
                 continue
             for row in (kind, record["kind"]):
-                sums = rows.setdefault(row, {"calls": 0, "before": 0, "now": 0, "now_real_head_dim": 0})
+                sums = rows.setdefault(row, {"calls": 0, "now": 0, "now_real_head_dim": 0})
                 sums["calls"] += sum(record[kind]["now"].values())
-                for when in ("before", "now", "now_real_head_dim"):
+                for when in ("now", "now_real_head_dim"):
                     sums[when] += record[kind][when].get("quantized", 0)
             for reason, n in record[kind]["now_real_head_dim"].items():
                 if reason != "quantized":
                     names = exact.setdefault(reason, {})
                     names[name] = names.get(name, 0) + n
     total = {f: sum(rows[kind][f] for kind in INPUTS if kind in rows) for f in next(iter(rows.values()), {})}
-    reasons: collections.Counter = collections.Counter()
-    for record in records.values():
-        for kind in INPUTS:
-            reasons.update(record.get(kind, {}).get("before", {}))
     return {
         "families": len(records),
         "rows": {"all": total, **rows},
-        "reasons_before": {reason: n for reason, n in reasons.most_common() if reason != "quantized"},
         "exact_now": {reason: dict(sorted(names.items())) for reason, names in sorted(exact.items())},
     }
 

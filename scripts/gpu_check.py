@@ -33,10 +33,10 @@ def steps(out: Path, tests: str) -> dict[str, tuple[int, list[str]]]:
     return {
         "build": (120, [*CLI, "build", "--arch", "90", "--out", str(out / "lib")]),
         "tests": (300, pytest + (["-k", tests] if tests else [])),
-        "bench": (300, [*CLI, "bench", "--seconds", "240", "--out", str(out)]),
+        "bench": (300, [*CLI, "bench", "--budget", "240", "--out", str(out)]),
         "crossover": (
             200,
-            [*CLI, "bench", "--crossover", "--seconds", "170", "--head-dims", "64,128,40,80,96", "--table",
+            [*CLI, "bench", "--crossover", "--budget", "170", "--head-dims", "64,128,40,80,96", "--table",
              str(out / "crossover.json"), "--out", str(out / "crossover"), "--no-plot"],
         ),
         "golden": (120, [*SMALL, "--golden", str(out / "golden.npz")]),

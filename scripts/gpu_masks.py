@@ -3,9 +3,9 @@
 
     python scripts/gpu_masks.py --out masks.json [--length 32768]
 
-bf16, N(0,1), 32 heads, head_dim 128. Medians of CUDA events over the whole call, pre-processing and mask kernels
-included, and of torch's own attention with the same mask where it runs; every timed output is compared with float64 on
-a few rows in the same run.
+bf16, N(0,1), 32 heads, head_dim 128. Sustained and burst times (each from rest) of the whole call, pre-processing
+and mask kernels included, and of torch's own attention with the same mask where it runs; every timed output is compared
+with float64 on a few rows in the same run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests")]
 
-from sage_patch.evaluation.bench.measure import gpu_environment, median_ms  # noqa: E402
+from sage_patch.evaluation.bench import timing  # noqa: E402
+from sage_patch.evaluation.bench.measure import gpu_environment  # noqa: E402
 from zoo.kernel_calls import Extras, forward, make_call  # noqa: E402
 
 HEADS, DIM, ROWS = 32, 128, 16
@@ -89,14 +90,16 @@ def measure(name: str, case: dict[str, Any], n: int, recipe: str) -> dict[str, A
     error = float((run()[:, :, rows].double() - want).abs().sum() / want.abs().sum())
     call = make_call(q, k, v, **options, extras=case.get("extras"))
     call.prepare()
+    ways: dict[str, Callable[[], Any]] = {"op": run, "prepare": call.prepare, "kernel": call.forward}
+    if "torch" in case:
+        ways["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, **case["torch"])
     row = {
         "case": name, "recipe": recipe, "q_len": n, "kv_len": n, "batch": 1, "num_heads": HEADS, "head_dim": DIM,
-        "op_ms": median_ms(run, None, 200), "prepare_ms": median_ms(call.prepare, None, 200),
-        "kernel_ms": median_ms(call.forward, None, 200),
         "rel_l1": error,
     }  # fmt: skip
-    if "torch" in case:
-        row["sdpa_ms"] = median_ms(lambda: F.scaled_dot_product_attention(q, k, v, **case["torch"]), None, 200)
+    for way, candidate in ways.items():
+        figure = timing.measure(candidate, timing.Timing())
+        row |= {f"{way}_ms": figure.sustained_ms, f"{way}_burst_ms": figure.burst_ms}
     return row
 
 

@@ -1,46 +1,47 @@
 """Whole models on one GPU: how far the patched ones drift, and what they gain end to end.
 
-    python scripts/gpu_models.py --parts lm,wan,cogvideox,flux --out results.json
+    python scripts/gpu_models.py --parts lm,wan,llama8k --out results.json
 
 lm: the trained language models in bf16, 16 windows of held-out text: KL(unpatched || patched) per recipe, beside bf16's
 own noise KL(float32 || bf16), and KL(bf16 || bf16 by another exact kernel), which two bf16 runs differ by anyway.
-wan, cogvideox, flux: random weights in the shape of Wan-2.1-14B (3 layers,
-75,600 tokens), CogVideoX-5B (6 layers, 17,776 tokens) and Flux-dev (4 + 8 layers, 4,608 tokens): one forward pass with
-torch's default attention, patched with everything exact (the control: what the patch itself costs), FlashAttention-3
-where installed, and patched. The ways take turns, round by round, each from half a second of rest: `burst_ms` is the
-first pass after it, `ms` the mean of the passes that follow for over a second. Medians over the rounds; the outputs are
-compared in the same run and the peak memory is read beside.
+The others are random weights in published shapes, few layers of each (model_shapes.py): one forward pass with torch's
+default attention, patched with everything exact (the control: what the patch itself costs), patched, patched with the
+fastest exponent, and with FlashAttention-3 where installed. The ways take turns, round by round, each from half a
+second of rest: `burst_ms` is a pass of the first ones after it, `ms` one of the second half of 1.5 seconds of passes.
+Medians over the rounds; the outputs are compared in the same run, clock, power and peak memory are read beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
-import torch.nn.functional as F
+from model_shapes import MODELS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 import sage_patch
+from sage_patch.evaluation.bench.timing import Figure, Monitor, Timing, measure
 from sage_patch.evaluation.metrics import relative_l1
+from sage_patch.kernels import fa3
 from sage_patch.policy import Policy
+from sage_patch.recipes import parse_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
-PATCHED = ("exact", *RECIPES)
+PARTS = ("lm", "wan", "cogvideox", "flux", "llama4k", "llama8k", "llama32k", "llama128k")
+TIMING = Timing(calls=4, longest=0.3, fewest=1)
 
 
 def language_models() -> list[dict[str, Any]]:
@@ -96,126 +97,84 @@ def language_models() -> list[dict[str, Any]]:
     return rows
 
 
-def wan() -> tuple[nn.Module, dict[str, Any]]:
-    from diffusers import WanTransformer3DModel
-
-    model = WanTransformer3DModel(num_attention_heads=40, attention_head_dim=128, ffn_dim=13824, num_layers=3)
-    inputs = dict(
-        hidden_states=torch.randn(1, 16, 21, 90, 160),  # 21 x 45 x 80 patches
-        timestep=torch.tensor([500.0]),
-        encoder_hidden_states=torch.randn(1, 512, 4096),
-    )
-    return model, inputs
-
-
-def cogvideox() -> tuple[nn.Module, dict[str, Any]]:
-    from diffusers import CogVideoXTransformer3DModel
-
-    model = CogVideoXTransformer3DModel(
-        num_attention_heads=48, attention_head_dim=64, num_layers=6, use_rotary_positional_embeddings=True
-    )
-    inputs = dict(
-        hidden_states=torch.randn(1, 13, 16, 60, 90),  # 13 x 30 x 45 patches and 226 text tokens
-        encoder_hidden_states=torch.randn(1, 226, 4096),
-        timestep=torch.tensor([500]),
-        image_rotary_emb=(torch.ones(17550, 64), torch.zeros(17550, 64)),
-    )
-    return model, inputs
-
-
-def flux() -> tuple[nn.Module, dict[str, Any]]:
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(num_layers=4, num_single_layers=8, guidance_embeds=True)
-    inputs = dict(
-        hidden_states=torch.randn(1, 4096, 64),
-        encoder_hidden_states=torch.randn(1, 512, 4096),
-        pooled_projections=torch.randn(1, 768),
-        timestep=torch.tensor([0.5]),
-        guidance=torch.tensor([3.5]),
-        img_ids=torch.stack([torch.zeros(4096), torch.arange(4096.0) // 64, torch.arange(4096.0) % 64], 1),
-        txt_ids=torch.zeros(512, 3),
-    )
-    return model, inputs
-
-
-Made = tuple[nn.Module, dict[str, Any]]
-# title, how it is made, and the shape of its self-attention, by which a report finds the kernel's time
-SHAPES: dict[str, tuple[str, Callable[[], Made], dict[str, Any]]] = {
-    "wan": ("Wan-2.1-14B, 3 layers, 75,600 tokens", wan, {"tokens": 75600, "head_dim": 128, "is_causal": False}),
-    "cogvideox": (
-        "CogVideoX-5B, 6 layers, 17,776 tokens", cogvideox, {"tokens": 17776, "head_dim": 64, "is_causal": False}
-    ),
-    "flux": ("Flux-dev, 4 + 8 layers, 4,608 tokens", flux, {"tokens": 4608, "head_dim": 128, "is_causal": False}),
-}  # fmt: skip
-
-
-class _FlashAttention3(TorchFunctionMode):
-    """torch's attention replaced by FlashAttention-3 in bf16, for the length of a with-block."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is None:
-            import fa3_fwd_interface as fa3  # type: ignore[import-not-found]
-
-            names = ("query", "key", "value")
-            given = {**dict(zip(names, args, strict=False)), **{n: kwargs[n] for n in names if n in kwargs}}
-            out = fa3.flash_attn_func(*(given[n].transpose(1, 2) for n in names), causal=kwargs.get("is_causal", False))
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-        return func(*args, **kwargs)
-
-
 @contextlib.contextmanager
-def _patched(model: nn.Module, recipe: str) -> Iterator[Any]:
-    with sage_patch.applied(model, Policy(recipe=recipe)) as handle:
+def patched(model: nn.Module, recipe: str, exact_backend: Literal["torch", "fa3"] = "torch") -> Iterator[Any]:
+    with sage_patch.applied(model, Policy(recipe=recipe), exact_backend=exact_backend) as handle:
         yield handle
 
 
-def shape(part: str, rounds: int) -> dict[str, Any]:
-    title, make, attention = SHAPES[part]
+# What takes turns: name -> (recipe, what computes its exact calls); the first is the model as it is.
+WAYS: dict[str, tuple[str, Literal["torch", "fa3"]] | None] = {
+    "sdpa_default": None,
+    "exact": ("exact", "torch"),
+    "qk_int8_pv_fp8": ("qk_int8_pv_fp8", "torch"),
+    "chord": ("qk_int8_pv_fp8:exp=chord", "torch"),
+    "fa3_bf16": ("exact", "fa3"),
+    "qk_int8_pv_fp16": ("qk_int8_pv_fp16", "torch"),
+}
+
+
+def unavailable(way: str) -> str:
+    """Why a way cannot be run here, "" if it can."""
+    recipe, exact_backend = WAYS[way] or ("exact", "torch")
+    try:
+        parse_recipe(recipe)
+        if exact_backend == "fa3":
+            fa3.find()
+    except (ValueError, fa3.Fa3Missing) as error:
+        return str(error)
+    return ""
+
+
+def shape(part: str, wanted: Sequence[str], rounds: int, seconds: float, device: str = "cuda") -> dict[str, Any]:
+    """A row of one model: rounds in which every way is timed once from rest, no new one where it would end too late."""
+    began, model_shape = time.perf_counter(), MODELS[part]
+    attention = {name: getattr(model_shape, name) for name in ("tokens", "head_dim", "is_causal")}
+    row: dict[str, Any] = {"model": model_shape.title, "attention": attention}
+    ways = [way for way in wanted if not unavailable(way)]
+    row |= {way: {"unavailable": unavailable(way)} for way in wanted if way not in ways}
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model, inputs = make()
+    with torch.device(device):
+        model, run = model_shape.make()
     torch.set_default_dtype(default)
     model.eval()
-    row: dict[str, Any] = {"model": title, "attention": attention, "rounds": rounds}
-    ways: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-        "sdpa_default": contextlib.nullcontext,
-        **{name: (lambda name=name: _patched(model, name)) for name in PATCHED},
-        "fa3_bf16": _FlashAttention3,
-    }
-    if importlib.util.find_spec("fa3_fwd_interface") is None:
-        row["fa3_bf16"] = {"unavailable": "fa3-fwd is not installed"}
-        del ways["fa3_bf16"]
-    run = lambda: model(**inputs, return_dict=False)[0]  # noqa: E731
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    figures: dict[str, list[Figure]] = {way: [] for way in ways}
     exact: Tensor | None = None
-    with torch.no_grad():
+    with torch.no_grad(), Monitor() as monitor:
         for turn in range(rounds):
-            for name in [*list(ways)[turn % len(ways) :], *list(ways)[: turn % len(ways)]]:
-                with ways[name]() as handle:
+            started = time.perf_counter()
+            for way in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
+                told = WAYS[way]
+                with contextlib.nullcontext() if told is None else patched(model, *told) as handle:
                     if turn == 0:
                         torch.cuda.reset_peak_memory_stats()
                         out = run()
                         exact = out if exact is None else exact
-                        row[name] = {
+                        row[way] = {
                             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                             "rel_l1": relative_l1(out, exact),
                             "bit_equal": torch.equal(out, exact),
-                            "ran": _ran(handle) if name in PATCHED else None,
+                            "ran": _ran(handle) if handle is not None else None,
                         }
-                    times[name].append(_timed(run))
-                print(part, turn, name, times[name][-1], flush=True)
-    for name, found in times.items():
-        row[name] |= {
-            "burst_ms": statistics.median(burst for burst, _ in found),
-            "ms": statistics.median(sustained for _, sustained in found),
-            "each_ms": [round(sustained, 3) for _, sustained in found],
+                    figures[way].append(measure(run, TIMING))
+                print(part, turn, way, [round(ms or 0.0, 3) for ms in figures[way][-1][:2]], flush=True)
+            now = time.perf_counter()
+            if now - began + (now - started) > seconds:
+                break
+    row["rounds"] = turn + 1
+    for way, found in figures.items():
+        sustained = [f.sustained_ms or 0.0 for f in found]
+        row[way] |= {
+            "burst_ms": statistics.median(f.burst_ms for f in found),
+            "ms": statistics.median(sustained),
+            "each_ms": [round(ms, 3) for ms in sustained],
+            "card": monitor.over(found[-1].sustained_span),
         }
-        row[name]["speedup_over_default"] = row["sdpa_default"]["ms"] / row[name]["ms"]
-        row[name]["peak_over_default"] = row[name]["peak_gib"] / row["sdpa_default"]["peak_gib"]
+    for way in ways:
+        row[way]["speedup_over_default"] = row[ways[0]]["ms"] / row[way]["ms"]
+        row[way]["peak_over_default"] = row[way]["peak_gib"] / row[ways[0]]["peak_gib"]
     return row
 
 
@@ -223,45 +182,37 @@ def _ran(handle: sage_patch.Handle) -> list[tuple[str, str, str]]:
     return sorted({(r["recipe"], r["reason"], r["backend"]) for r in handle.rows()})
 
 
-def _timed(run: Callable[[], Tensor]) -> tuple[float, float]:
-    """(milliseconds of the first pass after half a second of rest, mean milliseconds of those of the next second)."""
-
-    def passes(count: int) -> float:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(count):
-            run()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last)
-
-    passes(1)
-    time.sleep(0.5)
-    burst = passes(1)
-    count = max(1, int(1200 / burst))
-    return burst, passes(count) / count
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="lm,wan,cogvideox,flux")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of lm, {', '.join(MODELS)}")
+    parser.add_argument("--ways", default=",".join(list(WAYS)[:5]), help=f"of {', '.join(WAYS)}; the first is first")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds, shared out among the parts as they come")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    parts, ways = options.parts.split(","), options.ways.split(",")
+    unknown = [name for name in (*parts, *ways) if name not in (*MODELS, *WAYS, "lm")]
+    if unknown or ways[0] != "sdpa_default":
+        parser.error(f"no {', '.join(unknown)}" if unknown else "the first way must be sdpa_default")
     from sage_patch.evaluation.environment import environment
 
     driver = "nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"
     record: dict[str, Any] = {
-        "command": f"python scripts/gpu_models.py --parts {options.parts}",
+        "command": f"python scripts/gpu_models.py --parts {options.parts} --ways {options.ways} "
+        f"--rounds {options.rounds} --budget {options.budget:g}",
         "environment": environment(),
         "card": subprocess.run(driver, capture_output=True, text=True).stdout.strip()
         if shutil.which(driver[0])
         else "",
     }
-    for part in options.parts.split(","):
+    began = time.perf_counter()
+    for i, part in enumerate(parts):
         start = time.perf_counter()
+        left = (options.budget - (start - began)) / (len(parts) - i)
         try:
-            record[part] = language_models() if part == "lm" else shape(part, options.rounds)
+            if start - began > options.budget:
+                raise TimeoutError(f"not begun: the budget of {options.budget:g} seconds was over")
+            record[part] = language_models() if part == "lm" else shape(part, ways, options.rounds, left)
         except Exception as error:  # the other parts are still worth having
             record[part] = {"error": f"{type(error).__name__}: {error}"}
             print(part, record[part], flush=True)

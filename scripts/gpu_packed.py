@@ -4,8 +4,8 @@
     python scripts/gpu_packed.py --out packed.json
 
 bf16, N(0,1), 24 heads, head_dim 128. Each case is the whole call of `sage_attention`, as a burst (20 calls after half a
-second of rest) and sustained (the second half of 1.5 seconds of calls), and the pre-processing and the attention kernel
-by themselves. The output of every timed call is compared with float64 on a few rows in the same run.
+second of rest), sustained (the second half of 1.5 seconds of calls), and on the device alone (20 calls as a graph). The
+output of every timed call is compared with float64 on a few rows in the same run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,44 +22,28 @@ import torch
 from torch import Tensor
 
 import sage_patch
+from sage_patch.evaluation.bench import timing
 from sage_patch.evaluation.bench.measure import gpu_environment
 
 HEADS, DIM, ROWS = 24, 128, 16
 SHAPES = ((1, 2048), (1, 6480), (4, 4096))  # batch, tokens
 
 
-def per_call_ms(run: Callable[[], Any], seconds: float) -> float:
-    """Sustained: mean time of a call over the second half of `seconds` of calls that follow one another."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < seconds / 2:
-        for _ in range(10):
-            run()
-        torch.cuda.synchronize()
-    first, last, calls = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), 0
-    first.record()
-    while time.perf_counter() - began < seconds:
-        for _ in range(10):
-            run()
-        calls += 10
-        torch.cuda.current_stream().synchronize()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / calls
-
-
-def burst_ms(run: Callable[[], Any]) -> float:
-    """Mean time of a call over 20 calls after half a second of rest."""
-    times = []
-    for _ in range(2):
-        time.sleep(0.5)
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
+def device_ms(run: Callable[[], Any]) -> float:
+    """Time of a call on the device alone: 20 of them as a graph, without the host."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(20):
             run()
+    times = []
+    for _ in range(10):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        graph.replay()
         last.record()
         last.synchronize()
         times.append(first.elapsed_time(last) / 20)
-    return min(times)
+    return statistics.median(times)
 
 
 def cases(batch: int, tokens: int, is_causal: bool) -> dict[str, dict[str, Any]]:
@@ -107,9 +91,10 @@ def measure(batch: int, tokens: int, name: str, keywords: dict[str, Any], recipe
     if tokens_first:
         out = out.reshape(batch, tokens, HEADS, DIM).transpose(1, 2)
     out = out[-1][:, rows].double()
+    time = timing.measure(run, timing.Timing())
     return {
         "batch": batch, "tokens": tokens, "is_causal": keywords["is_causal"], "case": name, "recipe": recipe,
-        "burst_ms": burst_ms(run), "sustained_ms": per_call_ms(run, 1.5),
+        "burst_ms": time.burst_ms, "sustained_ms": time.sustained_ms, "device_ms": device_ms(run),
         "rel_l1": float((out - want).abs().sum() / want.abs().sum()),
         "worst_row": float(((out - want).norm(dim=-1) / want.norm(dim=-1)).max()),
     }  # fmt: skip
@@ -119,15 +104,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", default="qk_int8_pv_fp8")
+    parser.add_argument("--tokens", type=int, action="append", help="of the shapes to measure; default all")
     options = parser.parse_args()
     record: dict[str, Any] = {"environment": gpu_environment(), "command": "python scripts/gpu_packed.py", "rows": []}
-    for batch, tokens in SHAPES:
+    for batch, tokens in (shape for shape in SHAPES if not options.tokens or shape[1] in options.tokens):
         for is_causal in (False, True):
             dense: dict[str, Any] = {}
             for name, keywords in cases(batch, tokens, is_causal).items():
                 row = measure(batch, tokens, name, keywords, options.recipe)
                 dense = dense or row
-                row |= {f"{x}_to_dense": row[f"{x}_ms"] / dense[f"{x}_ms"] for x in ("burst", "sustained")}
+                row |= {f"{x}_to_dense": row[f"{x}_ms"] / dense[f"{x}_ms"] for x in ("burst", "sustained", "device")}
                 record["rows"].append(row)
                 print({x: round(y, 4) if isinstance(y, float) else y for x, y in row.items()}, flush=True)
                 options.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -9,4 +9,4 @@ exec sage-patch report \
     $results/quickstart_cpu.json $results/quickstart_video_cpu.json \
     $results/evaluate_*.json $results/calibrate_*.json \
     $results/kernels_h200.json $results/models_h200.json $results/ablation.json $results/anatomy.json \
-    docs/calibrated/*.yaml --out docs/report
+    $results/quickstart_image_cpu.png docs/calibrated/*.yaml --out docs/report

@@ -1,14 +1,16 @@
 """What rotating Q and K before quantization changes, on the CPU: docs/results/rotation_cpu.json.
 
-    python scripts/rotation_cpu.py
+    python scripts/rotation_cpu.py [--exponents]
 
 Every recipe as it is and with `rotate=hadamard`: made inputs that are known to be hard or easy, the trained models'
 own attention calls, and how far whole language models drift. A model whose package is not installed is left out, which
-is said. Some minutes on two cores.
+is said. Some minutes on two cores. With --exponents, of the FP8 recipe's exponents instead, as it is and rotated:
+docs/results/exponent_cpu.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import time
@@ -34,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16", "qk_int4_pv_fp8", "qk_int4_pv_fp16")
 TURNED = ":rotate=hadamard"
 WINDOWS = 3  # of 1,024 tokens
+EXPONENTS = tuple(f"{RECIPES[0]}:exp={exp}" for exp in ("exact", "duo", "chord"))
 KEYS = ("kl", "kl_2se", "top1", "ppl_change")
 CONFIGS = {
     "lm-tiny-d128": "tiny.yaml",
@@ -86,23 +89,27 @@ def _turned(pair: int, size: float) -> Call:
     return (*(x.bfloat16() for x in (q, k, v)), True)  # type: ignore[return-value]
 
 
-def of_made_inputs() -> list[dict[str, Any]]:
+def turned(recipe: str) -> str:
+    return recipe + (f",{TURNED[1:]}" if ":" in recipe else TURNED)
+
+
+def of_made_inputs(recipes: tuple[str, ...]) -> list[dict[str, Any]]:
     rows = []
     for name, (q, k, v, is_causal) in made_inputs():
         scores = q.double() @ k.double().transpose(-1, -2) / math.sqrt(q.shape[-1])
         if is_causal:
             scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
         exact = scores.softmax(-1) @ v.double()
-        for recipe in RECIPES:
-            plain_, turned = (
+        for recipe in recipes:
+            plain_, rotated = (
                 relative_l1(sage_attention(q, k, v, is_causal=is_causal, recipe=r), exact)
-                for r in (recipe, recipe + TURNED)
+                for r in (recipe, turned(recipe))
             )
-            rows.append({"input": name, "recipe": recipe, "rel_l1": plain_, "rel_l1_rotated": turned})
+            rows.append({"input": name, "recipe": recipe, "rel_l1": plain_, "rel_l1_rotated": rotated})
     return rows
 
 
-def of_model(config_name: str, title: str) -> dict[str, Any]:
+def of_model(config_name: str, title: str, recipes: tuple[str, ...]) -> dict[str, Any]:
     """Errors of the model's own calls, and of a language model the drift of its distributions."""
     text = config_name in ("tiny.yaml", "quickstart.yaml")
     config = load_run_config(
@@ -112,8 +119,8 @@ def of_model(config_name: str, title: str) -> dict[str, Any]:
     with capturing(title, per_site=2) as kept:
         judge.run_exact(1)
     found: dict[str, Any] = {"model": judge.facts(), "calls": len(kept.calls), "sites": []}
-    for recipe in RECIPES:
-        pairs = [tuple(score(part_of(c), r)["rel_l1"] for r in (recipe, recipe + TURNED)) for c in kept.calls]
+    for recipe in recipes:
+        pairs = [tuple(score(part_of(c), r)["rel_l1"] for r in (recipe, turned(recipe))) for c in kept.calls]
         found["sites"].append(
             {
                 "recipe": recipe,
@@ -124,30 +131,35 @@ def of_model(config_name: str, title: str) -> dict[str, Any]:
             }
         )
     if text:
-        names = [name for r in RECIPES for name in (r, r + TURNED)]
+        names = [name for r in recipes for name in (r, turned(r))]
         runs = {m.name: m.metrics for m in judge.measure_all({n: Policy(recipe=n, quantize_fp32=True) for n in names})}
         found["windows"] = WINDOWS
         found["drift"] = [
-            {"recipe": r, **{k: runs[r][k] for k in KEYS}, **{f"{k}_rotated": runs[r + TURNED][k] for k in KEYS}}
-            for r in RECIPES
+            {"recipe": r, **{k: runs[r][k] for k in KEYS}, **{f"{k}_rotated": runs[turned(r)][k] for k in KEYS}}
+            for r in recipes
         ]
     return found
 
 
 def main() -> None:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--exponents", action="store_true")
+    exponents = ap.parse_args().exponents
+    kind, recipes = ("exponent", EXPONENTS) if exponents else ("rotation", RECIPES)
     quiet_loading()
-    result: dict[str, Any] = record("python scripts/rotation_cpu.py") | {"kind": "rotation"}
-    result["inputs"] = of_made_inputs()
+    command = "python scripts/rotation_cpu.py" + " --exponents" * exponents
+    result: dict[str, Any] = record(command) | {"kind": kind}
+    result["inputs"] = of_made_inputs(recipes)
     result["models"] = {}
     for title, config in CONFIGS.items():
         start = time.perf_counter()
         try:
-            result["models"][title] = of_model(config, title)
+            result["models"][title] = of_model(config, title, recipes)
         except ModelError as error:
             print(f"{title}: left out, {error}")
             continue
         print(f"{title}: {time.perf_counter() - start:.0f} s", flush=True)
-    path = ROOT / "docs/results/rotation_cpu.json"
+    path = ROOT / f"docs/results/{kind}_cpu.json"
     write_whole(path, json.dumps(plain(result), indent=1, allow_nan=False) + "\n")
     print(f"wrote {path.relative_to(ROOT)}")
 

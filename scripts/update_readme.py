@@ -1,5 +1,5 @@
-"""Rewrite the tables of README.md, docs/quantized_cache.md and docs/policy.md: figures from the JSON files under
-docs/results, reasons from sage_patch/reasons.py, so that none is typed by hand.
+"""Rewrite the tables of README.md and of the pages under docs/: figures from the JSON files under docs/results, reasons
+from sage_patch/reasons.py, so that none is typed by hand.
 
     python scripts/update_readme.py [--check]
 
@@ -16,11 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sage_patch.evaluation.bench import tables
+from sage_patch.evaluation.bench.targets import targets_tables
 from sage_patch.reasons import REASONS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "quantized_cache.md", ROOT / "docs" / "policy.md")
+_DOCS = ("speed", "quality", "quantized_cache", "policy", "results/kernels_h200", "results/targets_h200")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _DOCS))
 
 
 def quickstart() -> str:
@@ -105,37 +108,41 @@ def _diffusers_classes() -> str:
     )
 
 
+WAYS = {
+    "sdpa_default": "torch default",
+    "exact": "patched, all exact",
+    "fa3_bf16": "FlashAttention-3",
+    "qk_int8_pv_fp8": "`qk_int8_pv_fp8`",
+    "chord": "with `exp=chord`",
+    "qk_int8_pv_fp16": "`qk_int8_pv_fp16`",
+}
+
+
 def models() -> str:
     """End-to-end time of whole forward passes on a GPU, with the error and the all-exact control beside."""
     record = _load("models_h200.json")
-    ways = {
-        "sdpa_default": "torch default",
-        "exact": "patched, all exact",
-        "fa3_bf16": "FlashAttention-3",
-        "qk_int8_pv_fp8": "`qk_int8_pv_fp8`",
-        "qk_int8_pv_fp16": "`qk_int8_pv_fp16`",
-    }
+    rows = [row for row in record.values() if isinstance(row, dict) and "ms" in row.get("sdpa_default", {})]
+    ways = {way: title for way, title in WAYS.items() if any("ms" in row.get(way, {}) for row in rows)}
     lines = [
         "| one forward pass, bf16, random weights | "
         + " | ".join(f"{w}, ms" for w in ways.values())
         + " | gain | in a burst | rel. L1 |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---" * (len(ways) + 4) + "|",
     ]
-    for part in ("wan", "cogvideox", "flux"):
-        row = record[part]
-        times = " | ".join(f"{row[w]['ms']:.1f}" for w in ways)
+    for row in rows:
+        times = " | ".join(f"{row[w]['ms']:.1f}" if "ms" in row.get(w, {}) else "" for w in ways)
         ours, base = row["qk_int8_pv_fp8"], row["sdpa_default"]
         lines.append(
             f"| {row['model']} | {times} | {ours['speedup_over_default']:.2f} x "
             f"| {base['burst_ms'] / ours['burst_ms']:.2f} x | {ours['rel_l1']:.4f} |"
         )
-    most = max(record[part][way]["peak_over_default"] for part in ("wan", "cogvideox", "flux") for way in ways)
+    most = max(row[way]["peak_over_default"] for row in rows for way in ways if "ms" in row.get(way, {}))
     packages = record["environment"]["packages"]
     lines += [
         "",
         f"{record['card']} (driver, power limit), torch {packages['torch']}, diffusers {packages['diffusers']}; "
-        f"`{record['command']}`; the ways take turns, each from rest: a burst is the first pass, the other times those "
-        "of the passes of the next second; medians, all pre-processing included. Gain and rel. L1 (of the model's "
+        f"`{record['command']}`; the ways take turns, each from rest: a burst is of the first passes, the other times "
+        "of those that follow for a second; medians, all pre-processing included. Gain and rel. L1 (of the model's "
         "output against the unpatched one) are of `qk_int8_pv_fp8`. Peak memory grows by at most "
         f"{100 * (most - 1):.1f} %. Calls below the measured crossover stay exact, the cross-attention of Wan and all "
         "of Flux under FP16 PV among them.",
@@ -171,27 +178,70 @@ def packed() -> str:
 def kernels() -> str:
     """Speed of the default recipe beside its peers, and its error, at the lengths that people ask about."""
     run = _load("kernels_h200.json")
-    columns = ("sage2_op", "sage2_kernel", "fa3_fp8_kernel", "cudnn_fp8_kernel", "fa3_bf16", "sdpa_cudnn")
+    is_new = any("burst" in row for row in run["rows"])  # measured as bursts and sustained
+    rows = [r for r in run["rows"] if r["kv_len"] in (4096, 8192, 32768) and r["head_dim"] in (64, 128)]
+    rows = [r for r in rows if not is_new or r["batch"] * r["num_heads"] == 32]
+    titles = {
+        "sage2_op": "ours, whole call", "sage2_kernel": "ours, kernel alone",
+        "sage2_exp_chord_op": "`exp=chord`, whole call", "sage2_exp_chord_kernel": "`exp=chord`, kernel alone",
+        "fa3_fp8_kernel": "FA3 FP8, kernel alone", "cudnn_fp8_kernel": "cuDNN FP8, kernel alone",
+        "fa3_bf16": "FA3 bf16", "sdpa_cudnn": "cuDNN bf16", "sdpa_default": "torch default",
+    }  # fmt: skip
+    if not is_new:
+        del titles["sdpa_default"]
+    columns = {c: title for c, title in titles.items() if any(tables.speed(row, c) for row in rows)}
+    wrong = {"sage2_op": "rel. L1, ours", "sage2_exp_chord_op": "`exp=chord`", "fa3_fp8_kernel": "FA3 FP8"}
+    wrong = {c: title for c, title in wrong.items() if c in columns}
     lines = [
-        "| head_dim, mask, tokens | ours, whole call | ours, kernel alone | FA3 FP8, kernel alone "
-        "| cuDNN FP8, kernel alone | FA3 bf16 | cuDNN bf16 | rel. L1, ours | FA3 FP8 |",
-        "|---|" + "---|" * 8,
+        f"| head_dim, mask, tokens | {' | '.join(columns.values())} | {' | '.join(wrong.values())} |",
+        "|---" * (1 + len(columns) + len(wrong)) + "|",
     ]
-    for row in run["rows"]:
-        if row["kv_len"] in (4096, 8192, 32768):
-            cells = " | ".join(f"{row[c]:.0f}" for c in columns)
-            errors = " | ".join(f"{row['errors'][c]['rel_l1']:.4f}" for c in ("sage2_op", "fa3_fp8_kernel"))
-            mask = "causal" if row["is_causal"] else "full"
-            lines.append(f"| {row['head_dim']} {mask} {row['kv_len']} | {cells} | {errors} |")
+    for row in sorted(rows, key=lambda r: (-r["head_dim"], r["is_causal"], r["kv_len"])) if is_new else rows:
+        cells = [tables.speed(row, c) for c in columns] + [tables.error(row, c) for c in wrong]
+        mask = "causal" if row["is_causal"] else "full"
+        lines.append(f"| {row['head_dim']} {mask} {row['kv_len']} | {' | '.join(cells)} |")
     facts, packages = run["environment"], run["environment"]["packages"]
+    how = (
+        "one item of 32 heads; sustained / in a burst of 20 calls after half a second of rest; `sage-patch bench`"
+        if is_new
+        else "`sage-patch bench`"
+    )
     lines += [
         "",
         f"TOPS on one {facts['device']} ({facts['power_limit']}, driver {facts['driver']}), bf16 inputs, N(0,1), torch "
-        f"{packages['torch']}, fa3-fwd {packages['fa3-fwd']}; `sage-patch bench`, every output checked against "
+        f"{packages['torch']}, fa3-fwd {packages['fa3-fwd']}; {how}, every output checked against "
         "float64 in the same run. FP8 peers start from inputs that are already quantized, our whole call from bf16. "
-        "All lengths: [docs/results/kernels_h200.md](docs/results/kernels_h200.md).",
+        "All lengths: [docs/results/kernels_h200.md](docs/results/kernels_h200.md), what they were to reach: "
+        "[docs/results/targets_h200.md](docs/results/targets_h200.md).",
     ]
     return "\n".join(lines)
+
+
+# The benchmark's presets, of those that were recorded.
+BENCHES = {
+    "kernels_h200.json": "Kernels and their peers",
+    "kernels_cudnn_fp8_h200.json": "Shapes for which NVIDIA publishes cuDNN's FP8 attention",
+    "kernels_models_h200.json": "Self-attention as models call it",
+}
+
+
+def all_kernels() -> str:
+    """Everything that the benchmark recorded."""
+    parts = []
+    for name, title in BENCHES.items():
+        if (RESULTS / name).is_file():
+            run = _load(name)
+            shown = "\n".join("#" + table.markdown() for table in tables.bench_tables(run))
+            parts.append(f"## {title}\n\n`{run['environment']['command']}`, data in `{name}`.\n\n{shown}".strip())
+    return "\n\n".join(parts)
+
+
+def targets() -> str:
+    """What was to be reached, and what the recorded runs reach."""
+    cards = json.loads((ROOT / "sage_patch" / "kernels" / "crossover.json").read_text())["cards"]
+    bench, models = _load("kernels_h200.json"), _load("models_h200.json")
+    found = targets_tables(bench, models, cards.get(bench["environment"]["device"]))
+    return "\n".join(table.markdown() for table in found).strip()
 
 
 def masks() -> str:
@@ -336,6 +386,7 @@ def reasons() -> str:
 
 
 TABLES = {
+    "all_kernels": all_kernels,
     "decoding": decoding,
     "kernels": kernels,
     "masks": masks,
@@ -347,6 +398,7 @@ TABLES = {
     "generation": generation,
     "generation_ways": generation_ways,
     "reasons": reasons,
+    "targets": targets,
 }
 
 

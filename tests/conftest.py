@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sage_patch.kernels import build, ops
+from sage_patch.kernels.plans import PLANS
 
 try:
     from hypothesis import settings
@@ -72,8 +73,10 @@ def backend_of_the_card() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_counters() -> Iterator[None]:
-    """Every test starts with the call counters at zero."""
+    """Every test starts with the call counters at zero, and with nothing known of any call: tests exchange backends,
+    tables and libraries, which are fixed for the life of a process elsewhere."""
     ops.reset_counts()
+    PLANS.clear()
     yield
 
 

@@ -94,9 +94,9 @@ def test_it_is_chosen_by_the_cards_capability(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     devices = [torch.device("cuda", i) for i in range(4)]
     assert [ops.backend_for(d) for d in devices] == ["sm90", "twin", "twin", "none"]
-    assert [cost_model("auto", d).card for d in devices] == ["hopper", "ada", "ada", "ada"]
+    assert [cost_model("auto", d).card for d in devices] == ["hopper", "ada", "ada", "hopper"]
     assert [backends.architecture_of(c) for c in capabilities] == ["90", "86", "89", None]
-    assert backends.capabilities() == "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 12.0, 12.1"
+    assert backends.capabilities() == "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 11.0, 12.0, 12.1 and newer"
     assert ops.backend_for(torch.device("cpu")) == "reference"
     assert why_not(RECIPES["qk_int8_pv_fp8"], CALL._replace(backend="none", device="cuda")) == "no_kernel_for_cuda"
 
@@ -109,9 +109,23 @@ def test_rows_in_c_and_in_python_agree() -> None:
     assert set(build.architectures()) == {a for _, a in rows}
 
 
+def test_newer_cards_run_the_newest_ptx() -> None:
+    """FP16 P V alone, for their tensor cores may lack FP8 in mma.sync; older and unknown ones have no kernels."""
+    text = (build.source_dir() / "backends.cu").read_text()
+    assert f"kLater = {build.LATER};" in text and build.LATER in build.architectures()
+    for capability in ((12, 2), (13, 0), (20, 3)):
+        assert backends.find("cuda", capability) == "mma_fp16"
+        assert backends.architecture_of(capability) == build.LATER
+    for capability in ((7, 5), (8, 8), (9, 1), (11, 1)):
+        assert backends.find("cuda", capability) == "none" and backends.architecture_of(capability) is None
+
+
 def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 where the tensor cores have it; no pages yet, so caches are attended exactly."""
-    cards = {(8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (12, 0): "120", (12, 1): "120"}
+    cards = {
+        (8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (10, 3): "100", (11, 0): "110",
+        (12, 0): "120", (12, 1): "120",
+    }  # fmt: skip
     fp8, fp16 = RECIPES["qk_int8_pv_fp8"], RECIPES["qk_int8_pv_fp16"]
     for capability, architecture in cards.items():
         name = backends.find("cuda", capability)
@@ -156,7 +170,7 @@ def test_a_recipe_without_a_bound_fails_the_self_test(monkeypatch: pytest.Monkey
 
 
 def test_what_follows_from_the_rows() -> None:
-    from sage_patch.evaluation.bench.measure import RECIPES as TIMED
+    from sage_patch.evaluation.bench.plans import RECIPES as TIMED
     from sage_patch.kernels.crossover import OPS
 
     assert LADDER == ("qk_int4_pv_fp8", "qk_int8_pv_fp8", "qk_int8_pv_fp16", "exact")

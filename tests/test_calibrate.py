@@ -34,7 +34,16 @@ from tiny_pipelines import save_text_to_video
 
 ROOT = Path(__file__).parent.parent
 TINY = str(ROOT / "configs" / "tiny.yaml")
-SMALL = ["--set", "task.windows=2", "--set", "task.window_tokens=384", "--set", "task.max_new_tokens=2"]
+SMALL = [
+    "--card",
+    "ada",
+    "--set",
+    "task.windows=2",
+    "--set",
+    "task.window_tokens=384",
+    "--set",
+    "task.max_new_tokens=2",
+]
 TARGET = ["--target", "kl<=0.02"]
 
 
@@ -220,7 +229,8 @@ def group(site: str, share: float, errors: tuple[float, float, float], bucket: s
 def test_cost_constants_are_those_of_the_recorded_benchmark() -> None:
     rows = json.loads((ROOT / "docs" / "results" / "kernels_h200.json").read_text())["rows"]
     for rung, column in (("qk_int8_pv_fp8", "sage2_op"), ("qk_int8_pv_fp16", "sage2_pv_fp16_op")):
-        measured = statistics.median(r["sdpa_default"] / r[column] for r in rows if r["q_len"] >= 8192)
+        timed = [r for r in rows if r["q_len"] >= 8192 and r["head_dim"] in (64, 128) and r.get(column)]
+        measured = statistics.median(r["sdpa_default"] / r[column] for r in timed)
         assert COST_MODELS["hopper"].relative[rung] == pytest.approx(measured, abs=0.005)
 
 

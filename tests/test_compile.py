@@ -217,7 +217,10 @@ def test_output_is_a_new_tensor() -> None:
 
 # --- lengths that change ----------------------------------------------------------------------------------------
 
-CARD = tuple((dim, ((RECIPE, 4096),), ((RECIPE, length),)) for dim, length in ((64, 1024), (128, crossover.NEVER)))
+CARD = tuple(
+    (dim, ((RECIPE, ((128, 4096),)),), ((RECIPE, ((128, length), (32, 2 * length))),))
+    for dim, length in ((64, 1024), (128, crossover.NEVER))
+)
 
 
 @pytest.fixture
@@ -226,7 +229,7 @@ def like_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     card = backends.BACKENDS["sm90"]
     row = replace(backends.BACKENDS["reference"], architectures=card.architectures, no_gain=card.no_gain)
     monkeypatch.setitem(backends.BACKENDS, "reference", row)
-    monkeypatch.setattr(crossover, "_cached_table", lambda index: CARD)
+    monkeypatch.setattr(crossover, "_cached_table", lambda index, exact_backend: CARD)
 
 
 def graphs_of(call: Callable[[int], object], run: Callable) -> int:

@@ -15,7 +15,10 @@ from sage_patch.recipes import RECIPES
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quantized_cache.md", "docs/policy.md"])
+_PAGES = ("speed", "quality", "quantized_cache", "policy", "results/kernels_h200", "results/targets_h200")
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in _PAGES)])
 def test_tables_come_from_the_recorded_results_and_the_code(page):
     spec = importlib.util.spec_from_file_location("update_readme", ROOT / "scripts" / "update_readme.py")
     assert spec is not None and spec.loader is not None

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_exact import BANDS, EXTRAS, HKV, HQ, NK, NQ, WINDOWS, B, D, masks
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from oracle import HALF, SINGLE, Tolerance, assert_attention_close, attention, normal, packed_attention, qkv
 from sage_patch.attention import sage_attention
 from sage_patch.reference import exact
+from sage_patch.reference.visibility import Visibility
 
 CPU = [("cpu", "MATH"), ("cpu", "FLASH_ATTENTION")]
 CARD = [("cuda", name) for name in ("MATH", "EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION")]
@@ -219,10 +221,37 @@ def test_parts_of_a_batch(batch: int, heads: int, kv_heads: int, masked: bool, m
     shapes = [(batch, 1, 1, 8), (1, heads, 8, 8), (batch, heads, 8, 8), (1, 1, 8, 8)] if masked else [()]
     for shape in shapes:
         mask = torch.rand(shape, generator=generator) < 0.7 if shape else None
-        out = exact._in_parts(q, k, v, mask, not masked, 0.25, 0.0)
+        out = exact._in_parts(q, k, v, mask, not masked, 0.25, 0.0, True)
         want, _ = attention(q, k, v, mask, scale=0.25, is_causal=not masked)
         live = want.abs().sum(-1) > 0
         assert torch.allclose(out.double()[live], want[live], atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float16])
+@pytest.mark.parametrize("guard_rows", [False, True])
+def test_an_adapters_mask_reaches_torch_as_it_is(
+    device: str, kind: torch.dtype, guard_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that stands for an unpatched one passes the very mask on, whatever its rows; our own gives torch's CUDA
+    kernels rows that all of them can read."""
+    q, k, v = (x.to(device) for x in qkv(2, 4, 37, dim=32, dtype=torch.float16))
+    mask = (torch.rand(2, 1, 37, 37, device=device) < 0.7).to(kind)
+    seen: list[Tensor] = []
+    torchs = F.scaled_dot_product_attention
+
+    def looked_at(*tensors: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        seen.append(attn_mask)
+        return torchs(*tensors, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", looked_at)
+    visibility = Visibility(q_len=37, kv_len=37, attn_mask=mask)
+    out, _ = exact.exact_attention(q, k, v, visibility, scale=0.2, guard_rows=guard_rows)
+    assert (seen[0].data_ptr() == mask.data_ptr() and seen[0].stride() == mask.stride()) == (not guard_rows)
+    if guard_rows and device == "cuda":
+        assert seen[0].stride(2) % 8 == 0
+    if not guard_rows:
+        assert torch.equal(out, torchs(q, k, v, attn_mask=mask, scale=0.2))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -39,6 +39,8 @@ def test_a_new_card_is_looked_at_once_and_again_after_a_failure(monkeypatch):
     monkeypatch.setattr(library, "load_for", lambda architecture: f"library of {architecture}")
     monkeypatch.setattr(library, "_by_device", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9) if index else (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(library, "sums_in_fp16", set())
 
     def compare(backend, run, device):
         calls.append((backend.name, device))
@@ -51,3 +53,4 @@ def test_a_new_card_is_looked_at_once_and_again_after_a_failure(monkeypatch):
         library.of_device(1)
     assert library.of_device(1) == library.of_device(1) == ("library of 89", 89)
     assert calls == [("mma", "cuda:1")] * 2
+    assert library.sums_in_fp16 == {(1, "fp8"), (1, "fp16")}  # as the table has it for this card

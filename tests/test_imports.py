@@ -16,10 +16,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What each part may import of this package, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "extras": set(),
     "reasons": set(),
     "recipes": set(),
     "args": set(),
     "backends": {"recipes"},
+    "cards": {"recipes"},
     "yamltext": set(),
     "figures": set(),
     "names": set(),
@@ -27,19 +29,34 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schema": {"figures", "policy", "recipes"},
     "config": {"schema", "policy", "recipes", "yamltext"},
     "reference": {"recipes", "args"},
-    "kernels": {"recipes", "backends", "args", "reference"},  # the reference only in plain.py: see below
+    # the reference only in plain.py: see below
+    "kernels": {"recipes", "backends", "args", "cards", "reference"},
     "pages": {"args", "backends", "reference", "kernels"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
     "attention": {"arguments", "dispatch", "recipes", "reference", "kernels"},
+    "compat": {"arguments", "attention", "dispatch", "recipes"},
     "fingerprint": {"policy"},
-    "integrations": {"dispatch", "attention", "pages", "policy", "recipes", "backends", "args", "kernels"},
+    "integrations": {
+        "dispatch",
+        "attention",
+        "pages",
+        "policy",
+        "recipes",
+        "backends",
+        "args",
+        "kernels",
+        "config",
+        "extras",
+    },
     "handle": {"integrations", "kernels", "policy"},
     "patch": {
         "handle",
         "config",
+        "extras",
         "integrations",
         "fingerprint",
+        "cards",
         "dispatch",
         "attention",
         "kernels",
@@ -47,7 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },
     "evaluation": {
+        "cards",
         "patch",
+        "extras",
         "fingerprint",
         "dispatch",
         "attention",
@@ -62,12 +81,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "policy",
         "recipes",
     },
-    "cli": {"evaluation", "patch", "config", "policy", "recipes", "kernels"},
-    "__main__": {"cli"},
+    "cli": {"terminal", "cards", "evaluation", "patch", "config", "policy", "recipes", "kernels", "extras"},
+    "cli_kernels": {"terminal", "cards", "evaluation", "kernels", "recipes", "extras"},
+    "terminal": {"evaluation", "config", "extras"},
+    "__main__": {"cli", "extras"},
     "_hook": {"integrations"},
     "": {
         "_hook",
         "attention",
+        "compat",
+        "extras",
         "dispatch",
         "config",
         "handle",
@@ -77,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "recipes",
     },  # __init__: lazily
 }
-STANDARD_LIBRARY_ONLY = {"backends", "errors", "figures", "names", "policy", "reasons", "recipes"}
+STANDARD_LIBRARY_ONLY = {"backends", "cards", "errors", "extras", "figures", "names", "policy", "reasons", "recipes"}
 EVERYWHERE = {"errors", "reasons"}  # words that every part may say
 MAY_IMPORT_HUGGING_FACE = {
     "integrations/configurations",

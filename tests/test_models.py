@@ -144,3 +144,11 @@ def test_the_quickstart_model_answers() -> None:
     inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     assert "Paris" in tokenizer.decode(out[0])
+
+
+def test_the_carried_models_load_by_their_run_files() -> None:
+    configs = TINY.parents[2] / "configs"
+    model, tokenizer = models.load(configs / "tiny.yaml")
+    assert type(model).__name__ == "LlamaForCausalLM" and tokenizer("It is").input_ids
+    pipeline = models.load(configs / "quickstart_image.yaml")
+    assert type(pipeline).__name__ == "FluxPipeline"

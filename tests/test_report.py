@@ -123,7 +123,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     (folder / "calibrate.json").write_text(json.dumps(CALIBRATION))
     (folder / "evaluated.json").write_text(json.dumps(EVALUATION))
     (folder / "policy.yaml").write_text(POLICY)
-    files = [*FILES, folder / "calibrate.json", folder / "evaluated.json", folder / "policy.yaml"]
+    sheet = RESULTS / "quickstart_image_cpu.png"
+    files = [*FILES, sheet, folder / "calibrate.json", folder / "evaluated.json", folder / "policy.yaml"]
     done = CliRunner().invoke(app, ["report", *map(str, files), "--out", str(folder)])
     assert done.exit_code == 0, done.output
     contents = {p.name: json.loads(p.read_text()) for p in files if p.suffix == ".json"}
@@ -182,6 +183,28 @@ def test_no_cell_holds_a_number_without_a_source(made):
     for attributes, text, has_source in made[2].cells:
         if "number" in attributes["class"].split() and not has_source:
             assert not re.search(r"\d", text), text
+
+
+def test_the_page_opens_with_what_a_person_can_repeat(made):
+    """Gain, cost and card first, pictures next; what takes long to read is folded; a CPU's seconds are no speed."""
+    folder, contents, _ = made
+    text = (folder / "index.html").read_text()
+    order = re.findall(r'<section id="(\w+)">', text)
+    assert order[:3] == ["summary", "pictures", "accounting"], order
+    folded = [
+        name
+        for name, body in re.findall(r'<section id="(\w+)">(.*?)</section>', text, re.DOTALL)
+        if "<details>" in body
+    ]
+    assert folded == order[order.index("quality") :]
+    head = text[text.index('id="summary"') : text.index('id="pictures"')]
+    wan = next(v for v in contents["models_h200.json"].values() if isinstance(v, dict) and "Wan" in v.get("model", ""))
+    gain = wan["sdpa_default"]["ms"] / wan["qk_int8_pv_fp8"]["ms"]
+    assert f">{gain:.2f}<" in head and "NVIDIA H200" in head and "SmolLM2" in head
+    assert '<img class="sheet"' in text and "data:image/png;base64," in text
+    tables = text[text.index('id="quality"') :]
+    quick = tables[tables.index("SmolLM2") :]
+    assert "time, to unpatched" not in quick[: quick.index("</table>")]
 
 
 def test_accounting_tells_kernel_call_and_model_apart(made):

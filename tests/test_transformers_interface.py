@@ -65,20 +65,6 @@ def test_arguments_that_choose_keys_are_refused(name):
         logits(model, IDS, **{name: torch.zeros(1, dtype=torch.long)})
 
 
-@pytest.mark.parametrize("how", ["flag", "apply"])
-def test_continuous_batching_is_refused_at_once_and_leaves_the_model_usable(how):
-    """By transformers, before anything runs: a name of ours for its pages would move the error into its thread."""
-    model = text_model("llama", "sage2" if how == "flag" else "sdpa")
-    handle = sage_patch.apply(model, EVERYTHING) if how == "apply" else None
-    before = logits(model, IDS)
-    with pytest.raises(ValueError, match=r'"paged\|sage2"` is not supported.*paged\|sdpa'):
-        model.generate_batch([IDS[0].tolist()])
-    assert model.config._attn_implementation == "sage2" and torch.equal(logits(model, IDS), before)
-    if handle is not None:
-        handle.revert()
-        assert model.config._attn_implementation == "sdpa"
-
-
 def test_mask_of_the_custom_name_equals_sdpa():
     from transformers.masking_utils import create_causal_mask
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from sage_patch import __version__
-from sage_patch.attention import UnsupportedCall, sage_attention
+from sage_patch import __version__, backends
+from sage_patch.attention import sage_attention
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.metrics import relative_l1
-from sage_patch.kernels import ops
+from sage_patch.kernels import build, library, ops
 from sage_patch.recipes import RECIPES, Recipe
 
 PACKAGES = (
@@ -66,11 +67,35 @@ def environment() -> dict[str, Any]:
     }
 
 
+def kernels() -> dict[str, Any]:
+    """What the compiled kernels need and where they run: compiler, ninja, and a row for each CUDA device.
+
+    A row's `library` is the file that the device has loaded, None before its first call and where nothing fits it.
+    """
+    nvcc, ninja = build.find_nvcc(), build.find_ninja()
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        backend = backends.named(ops.backend_for(torch.device("cuda", index)))
+        rows.append(
+            {
+                "device": f"cuda:{index}",
+                "backend": backend.name if backend else None,
+                "library": library.loaded_from(index) if backend else None,
+            }
+        )
+    return {
+        "nvcc": f"{build.nvcc_version(nvcc)}, {nvcc}" if nvcc else None,
+        "ninja": str(ninja) if ninja else None,
+        "devices": rows,
+    }
+
+
 def self_test() -> list[dict[str, Any]]:
     """Every recipe on every device against float64: device, recipe, error (relative L1), bound and result.
 
     backend: what computes the device's quantized recipes. bound: the recipe's own; a recipe without one is "wrong".
-    result: "ok", "wrong", or "unavailable: reason" where a recipe cannot run on the device. Takes seconds.
+    result: "ok", "wrong", or "unavailable: reason" where a recipe cannot run on the device or its kernels cannot be
+    built. Takes seconds, and on a card the time to compile where that is still to be done.
     """
     return [_test(device, recipe) for device in _devices() for recipe in RECIPES.values()]
 
@@ -103,7 +128,7 @@ def _test(device: str, recipe: Recipe) -> dict[str, Any]:
             recipe=recipe.name,
             on_unsupported="error",
         )
-    except UnsupportedCall as error:
+    except SagePatchError as error:  # no kernel for it, or none that could be built or loaded: env says so and goes on
         return row | {"result": f"unavailable: {str(error).partition(';')[0]}"}
     assert isinstance(out, torch.Tensor)
     row["error"] = relative_l1(out.cpu(), _attention_in_float64(query, key, value))

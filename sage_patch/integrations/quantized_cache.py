@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers import PretrainedConfig, __version__
 
 from sage_patch.dispatch import unify
+from sage_patch.extras import MissingPackage
 from sage_patch.integrations.quantized_cache_calls import Reading
 from sage_patch.integrations.tags import FLAG_PREFIX
 from sage_patch.pages import Pages
+
+try:
+    from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+except ImportError as error:
+    message = f"QuantizedCache needs transformers 5.17 or newer; {__version__} is installed"
+    raise MissingPackage(message, name="transformers") from error
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _USE_DYNAMIC = "use transformers.DynamicCache(config=model.config) for this model"

@@ -67,6 +67,7 @@ def sdpa(
         out_layout="NHD",  # what processors transpose to next
         guard_rows=False,
         training=RUNNING.training,
+        exact_backend=tag.exact_backend,
     )
     site = tag.group if torch.compiler.is_compiling() else tag.key
     call = describe(query, key, value, options)

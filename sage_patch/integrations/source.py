@@ -61,7 +61,8 @@ def has_own_attention(modeling_file: str) -> bool:
     """transformers' own test of a modeling file: it defines attention classes and never asks the registry."""
     source = _module_source(modeling_file)
     defines = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE) is not None
-    return defines and "ALL_ATTENTION_FUNCTIONS.get_interface(" not in source
+    asks = re.search(r"ALL_ATTENTION_FUNCTIONS(\.get_interface\(|\[)", source)  # the second until transformers 5
+    return defines and asks is None
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sage_patch.integrations.source import MaskStyle
-from sage_patch.recipes import Limits, Recipe
+from sage_patch.recipes import ExactBackend, Limits, Recipe
 
 TAG = "_sage_patch"  # attribute of a patched site module
 FLAG_PREFIX = "flag/"  # counter keys of calls that come from attn_implementation="sage2" without apply()
@@ -25,7 +25,8 @@ class SiteTag:
     string per layer would make every layer a graph of its own. original: the implementation before apply().
     style: what the masks of this module's model look like, and so what no mask means. refusal: why the site cannot run
     now, "" if it can. by_step: the recipe holds for the denoising step that is running only. by_processor: an object
-    that the module holds attends for it. handle: what apply() returned, kept here for as long as the site is patched.
+    that the module holds attends for it. exact_backend: what computes its exact calls. handle: what apply() returned,
+    kept here for as long as the site is patched.
     """
 
     key: str
@@ -39,6 +40,7 @@ class SiteTag:
     refusal: str = ""
     by_step: bool = False
     by_processor: bool = False
+    exact_backend: ExactBackend = "torch"
     handle: Any = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -47,4 +49,12 @@ class SiteTag:
         site = self.key.partition("/")[2]
         refusal = _COPY_REFUSAL.format(site) if self.by_step else self.refusal
         rest = (self.recipe, self.on_unsupported, self.limits, self.original, self.style, self.exact_reason)
-        return SiteTag, (COPY_PREFIX + site, COPY_PREFIX + "*", *rest, refusal, self.by_step, self.by_processor)
+        return SiteTag, (
+            COPY_PREFIX + site,
+            COPY_PREFIX + "*",
+            *rest,
+            refusal,
+            self.by_step,
+            self.by_processor,
+            self.exact_backend,
+        )

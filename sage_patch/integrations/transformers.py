@@ -27,9 +27,11 @@ from sage_patch.dispatch import (
     unify,
 )
 from sage_patch.errors import SagePatchError
-from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES
+from sage_patch.integrations.configurations import NAME, NAMES, PACKED_NAMES, PAGED_NAMES
 from sage_patch.integrations.float_masks import with_bool_mask
 from sage_patch.integrations.masks import classify, pattern_of
+from sage_patch.integrations.paged import PASSING_THROUGH as _PASSING_THROUGH_PAGED
+from sage_patch.integrations.paged import attend_paged, refuse_standard_forward
 from sage_patch.integrations.quantized_cache_calls import attend_cached, reading_of, why_exact
 from sage_patch.integrations.source import (
     STRICTEST_LAST,
@@ -87,12 +89,7 @@ def sage2_attention_forward(
     more than one query row, aligned to the first key), unless the model's masks are always written out. Raises
     UnsupportedCall for arguments that select keys or belong to a paged cache.
     """
-    tag = getattr(module, TAG, None)
-    if tag is None:
-        if getattr(getattr(module, "config", None), "_attn_implementation", NAME) in PACKED_NAMES.values():
-            raise UnsupportedCall(f"this name is set by sage_patch.apply(); load the model with {NAME!r} instead")
-        tag = _FLAG_TAGS[_style_of_file(type(module).__module__)]
-    site = tag.group if torch.compiler.is_compiling() else tag.key or _flag_site(module)
+    tag, site = _tag_and_site(module)
     reading = reading_of(key)
     unknown = [name for name, v in kwargs.items() if v is not None and name not in _PASSING_THROUGH]
     if unknown:
@@ -158,6 +155,7 @@ def sage2_attention_forward(
         out_layout="NHD",
         guard_rows=False,
         training=module.training,
+        exact_backend=tag.exact_backend,
     )
     if output_attentions:
         out, weights = attend_with_weights(query, key, value, options, site)
@@ -178,20 +176,80 @@ def sage2_attention_forward(
     return out.transpose(1, 2), None
 
 
+def sage2_paged_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    read_index: list[Tensor] | None = None,
+    write_index: list[Tensor] | None = None,
+    block_table: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int | dict[str, int] = 0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The same for a step of continuous batching (paged.py): query [1, Hq, tokens, D] of all requests end to end.
+
+    Raises UnsupportedCall for a forward pass that brings no paged cache, and for arguments that it cannot honour.
+    """
+    if cache is None or read_index is None or write_index is None or cu_seq_lens_q is None or cu_seq_lens_k is None:
+        refuse_standard_forward(NAME)
+    tag, site = _tag_and_site(module)
+    known = _PASSING_THROUGH | _PASSING_THROUGH_PAGED
+    unknown = [name for name, v in kwargs.items() if v is not None and name not in known]
+    given = [("attention_mask", attention_mask), ("block_table", block_table), ("dropout", dropout or None)]
+    unknown += [name for name, v in given if v is not None]
+    if unknown or is_causal is False:
+        raise UnsupportedCall(
+            f"{type(module).__name__} passes {', '.join(unknown) or 'is_causal=False'} in continuous batching, which "
+            f'"paged|{NAME}" does not compute; use "paged|sdpa" for this model'
+        )
+    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+    out = attend_paged(
+        module, query, key, value, tag, site,
+        cache=cache, read_index=read_index, write_index=write_index, cu_seq_lens_q=cu_seq_lens_q,
+        cu_seq_lens_k=cu_seq_lens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, scale=scaling,
+        window=window if isinstance(window, int) and window > 0 else None, softcap=softcap or 0.0, sinks=s_aux,
+    )  # fmt: skip
+    return out, None
+
+
+def _tag_and_site(module: nn.Module) -> tuple[SiteTag, str]:
+    """What apply() noted on the module, or the default policy's, and the key under which its calls are counted."""
+    tag = getattr(module, TAG, None)
+    if tag is None:
+        if getattr(getattr(module, "config", None), "_attn_implementation", NAME) in PACKED_NAMES.values():
+            raise UnsupportedCall(f"this name is set by sage_patch.apply(); load the model with {NAME!r} instead")
+        tag = _FLAG_TAGS[_style_of_file(type(module).__module__)]
+    return tag, tag.group if torch.compiler.is_compiling() else tag.key or _flag_site(module)
+
+
 def sage2_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable | None = None,
     attention_mask: Tensor | None = None,
     style: MaskStyle | None = None,
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask that the model needs (see MaskStyle), with its pattern noted on it (see masks.py).
 
-    style: given by the registered name that apply() chose; None reads it off the model's file. Raises
+    style: given by the registered name that apply() chose; None reads it off the model's file. cache_position: the
+    queries' positions, in place of q_length and q_offset until transformers 5.3. Raises
     OwnAttentionError for models that build masks through transformers but attend in their own code: they would
     read this mask as something else and compute wrong logits.
     """
@@ -203,13 +261,18 @@ def sage2_mask(
     function = mask_function if mask_function is not None else causal_mask_function
     if style != "implicit":
         kwargs["allow_is_causal_skip"] = False
+    queries: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
+    if cache_position is not None:
+        queries = {"cache_position": cache_position}
+        q_length, q_offset = cache_position.shape[0], cache_position[0]
     build: Callable = eager_mask if style == "float" else sdpa_mask
     mask = build(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=function, attention_mask=attention_mask, **kwargs,
+        batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=function,
+        attention_mask=attention_mask, **queries, **kwargs,
     )  # fmt: skip
     if mask is None:
         return None
+    assert q_length is not None
     return classify(mask, q_length, kv_length, q_offset, kv_offset, function, attention_mask)
 
 
@@ -239,6 +302,8 @@ def register() -> None:
         AttentionInterface.register(name, sage2_attention_forward)
         build: Callable = sage2_mask if name == NAME else functools.partial(sage2_mask, style=style)
         AttentionMaskInterface.register(name, build)
+    for name in PAGED_NAMES:
+        AttentionInterface.register(name, sage2_paged_forward)
 
 
 # Tags of modules that were never given one: the default policy, for each mask style. Plain module-level objects,
@@ -311,7 +376,7 @@ def _refuse_known_hazards(unknown: list[str], module: nn.Module) -> None:
     if any(name in unknown for name in _PAGED):
         raise UnsupportedCall(
             f"{NAME!r} does not run on a paged cache (continuous batching passes {', '.join(unknown)}); "
-            'use model.generate, or attn_implementation="sdpa" for generate_batch'
+            f'use attn_implementation="paged|{NAME}" for it'
         )
 
 

@@ -1,12 +1,14 @@
 """Builds the CUDA library from the packaged sources, once per content, and finds a built one.
 
 No torch, no Python ABI: plain nvcc objects linked into one shared library with the static CUDA runtime.
-A prebuilt `libsage2*.so` beside this file is preferred. Otherwise the library is built into a user cache
-under a name that hashes sources, flags and compiler; a file lock makes several processes build once, and an
-atomic rename makes the result appear whole or not at all.
+A prebuilt `libsage2*.so` beside this file is preferred; the wheel has one for every card. Otherwise the library is
+built into a user cache under a name that hashes sources, flags and compiler. A file lock makes several processes build
+once, an atomic rename makes the result appear whole or not at all, and whoever holds the lock of a build knows that
+the folder of an earlier one was left by a process that was killed.
 
 Every unit names the architectures that it is compiled for, in a line `// Architectures: 90a` or `all`; so a family of
-kernels comes with its files.
+kernels comes with its files. The newest architecture's code comes with its PTX, which the driver compiles for cards
+that are newer than this library.
 
 The build refuses machine code that is slower than it looks: register spills, local memory, or tensor-core
 instructions that ptxas had to serialize.
@@ -15,7 +17,6 @@ instructions that ptxas had to serialize.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -24,14 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from sage_patch.errors import SagePatchError
+from sage_patch.kernels.toolchain import find_ninja, find_nvcc, link_flags, nvcc_version
 
 HERE = Path(__file__).resolve().parent
-FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
-LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL")
+FLAGS = ("-O3", "-std=c++17", "--compress-mode=size", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--strip-all")
+LATER = "120"  # cards newer than every architecture here run its PTX
 _MARK = re.compile(r"^// Architectures: (.+)$", re.MULTILINE)
 _SERIALIZED = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7519")
 
@@ -80,7 +85,8 @@ def _number(architecture: str) -> int:
 def _targets(unit: tuple[str, ...], architectures: Sequence[str]) -> list[str]:
     """nvcc's options for one unit in a build for these architectures, as nvcc writes them; empty: it takes no part."""
     taken = architectures if unit == ("all",) else [a for a in architectures if a in unit]
-    return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in taken]
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in taken]
+    return targets + [f"-gencode=arch=compute_{a},code=compute_{a}" for a in taken if a == LATER]
 
 
 def cache_dir() -> Path:
@@ -90,45 +96,16 @@ def cache_dir() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "sage_patch"
 
 
-def find_nvcc() -> Path | None:
-    """nvcc of $CUDA_HOME, of the PATH, of the usual install location, or of the pip packages of this Python."""
-    homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
-    candidates = [Path(h) / "bin" / "nvcc" for h in homes]
-    on_path = shutil.which("nvcc")
-    if on_path:
-        candidates.append(Path(on_path))
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
-    for entry in sys.path:
-        candidates.extend(sorted(Path(entry or ".").glob("nvidia/cu*/bin/nvcc"), reverse=True))
-    return next((c for c in candidates if c.is_file() and os.access(c, os.X_OK)), None)
-
-
-def find_ninja() -> Path | None:
-    found = shutil.which("ninja")
-    if found:
-        return Path(found)
-    with contextlib.suppress(ImportError):
-        import ninja
-
-        path = Path(ninja.BIN_DIR) / "ninja"
-        if path.is_file():
-            return path
-    return None
-
-
-def nvcc_version(nvcc: Path) -> str:
-    out = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"V(\d+\.\d+\.\d+)", out)
-    return found.group(1) if found else out.strip()
-
-
 def prebuilt(architecture: str) -> Path | None:
-    """A library beside this file, such as libsage2-sm90-100.so; one whose name says nothing holds what it can."""
+    """A library beside this file that holds an architecture, such as libsage2-sm90-100.so; one whose name says nothing
+    holds what it can. Of several, the one that holds the fewest: one built here is preferred to the wheel's."""
+    found = []
     for path in sorted(HERE.glob("libsage2*.so")):
-        held = re.fullmatch(r"libsage2-sm([\d-]+)", path.stem)
-        if held is None or architecture in held[1].split("-"):
-            return path
-    return None
+        name = re.fullmatch(r"libsage2-sm([\d-]+)", path.stem)
+        held = name[1].split("-") if name else [architecture]
+        if architecture in held:
+            found.append((len(held), path))
+    return min(found)[1] if found else None
 
 
 def _check_architectures(wanted: Sequence[str]) -> tuple[str, ...]:
@@ -145,7 +122,8 @@ def _check_architectures(wanted: Sequence[str]) -> tuple[str, ...]:
 
 
 def content_key(architectures: Sequence[str], version: str) -> str:
-    digest = hashlib.sha256(repr((tuple(architectures), FLAGS, LINK_FLAGS, version)).encode())
+    given = [os.environ.get(name) for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")]  # nvcc reads them
+    digest = hashlib.sha256(repr((tuple(architectures), FLAGS, LINK_FLAGS, version, given)).encode())
     for path in sorted(source_dir().iterdir()):
         if path.suffix in (".cu", ".cuh", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -174,7 +152,7 @@ def _ninja_file(nvcc: Path, sources: Path, architectures: Sequence[str], output:
     lines = [
         "ninja_required_version = 1.5",
         f"rule compile\n  command = {nvcc} -c $targets {flags} $in -o $out",
-        f"rule link\n  command = {nvcc} {everything} {' '.join(LINK_FLAGS)} $in -o $out",
+        f"rule link\n  command = {nvcc} {everything} {' '.join((*LINK_FLAGS, *link_flags(nvcc)))} $in -o $out",
     ]
     objects = []
     for unit, named in units().items():
@@ -187,25 +165,18 @@ def _ninja_file(nvcc: Path, sources: Path, architectures: Sequence[str], output:
     return "\n".join(lines) + "\n"
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)
-
-
 def build(architectures: Sequence[str], out: Path | str | None = None) -> Path:
     """Build (or find in the cache) the library for these architectures. `out`: also copy it there."""
     names = _check_architectures(architectures)
+    if sys.platform != "linux":
+        raise BuildError(f"the kernels can be compiled on Linux, not on {sys.platform}; there they compute on a CPU")
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError(
             f"the kernels for {', '.join('sm_' + n for n in names)} must be compiled and no nvcc was found "
             "(looked in $CUDA_HOME, $PATH, /usr/local/cuda and the nvidia packages of this Python). "
-            "Install the CUDA toolkit 13 (or 12.9), or a wheel that holds a prebuilt library, or use CPU."
+            "Install the Linux wheel, which holds compiled kernels, or a compiler: pip install 'sage-patch[build]', or "
+            "the CUDA toolkit 13 (or 12.9)."
         )
     ninja = find_ninja()
     if ninja is None:
@@ -215,8 +186,9 @@ def build(architectures: Sequence[str], out: Path | str | None = None) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     library = cache / f"libsage2-{key}.so"
     if not library.is_file():
-        with _lock(cache / f"{key}.lock"):
+        with FileLock(cache / f"{key}.lock"):
             if not library.is_file():  # another process may have built it while we waited
+                _sweep(cache)
                 _build_locked(nvcc, ninja, names, cache, library)
     if out is not None:
         target = Path(out)
@@ -252,24 +224,24 @@ def build_prebuilt(wanted: Sequence[str], out: Path | str | None = None) -> str:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove the folders of builds that were killed: those in which nothing was written for an hour."""
-    for folder in cache.glob("build-*"):
-        with contextlib.suppress(OSError):  # another process may sweep too
-            if time.time() - folder.stat().st_mtime > 3600:
-                shutil.rmtree(folder, ignore_errors=True)
+    """Remove what killed builds left: folders and files whose build's lock nobody holds."""
+    for left in cache.glob("build-*"):
+        lock = cache / f"{left.name.split('-')[1]}.lock"
+        with contextlib.suppress(Timeout), FileLock(lock, blocking=False):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, library: Path) -> None:
-    _sweep(cache)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as tmp:
+    what = f"the CUDA kernels for {', '.join('sm_' + n for n in names)}"
+    with tempfile.TemporaryDirectory(prefix=f"build-{library.stem.removeprefix('libsage2-')}-", dir=cache) as tmp:
         work = Path(tmp)
         (work / "build.ninja").write_text(_ninja_file(nvcc, source_dir(), names, library.name))
-        run = subprocess.run([str(ninja), "-C", tmp, "-v"], capture_output=True, text=True)
-        log = run.stdout + run.stderr
-        (cache / f"{library.stem}.log").write_text(log)
-        if run.returncode != 0:
+        status, log = _run_with_progress([str(ninja), "-C", tmp, "-v"], f"compiling {what}, once, with {nvcc}")
+        (work / "log").write_text(log)
+        os.replace(work / "log", cache / f"{library.stem}.log")
+        if status != 0:
             raise BuildError(
-                f"nvcc {nvcc} failed to build for {', '.join('sm_' + n for n in names)}; the end of its "
+                f"nvcc {nvcc} failed to build {what}; the end of its "
                 f"output (all of it: {cache / (library.stem + '.log')}):\n" + log[-3000:]
             )
         bad = check_log(log)
@@ -279,6 +251,29 @@ def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, li
                 f"instructions) with {nvcc}; use CUDA 13.0, which this source was tuned for:\n" + "\n".join(bad)
             )
         os.replace(work / library.name, library)
+
+
+def _run_with_progress(command: Sequence[str], what: str) -> tuple[int, str]:
+    """(exit status, output) of a ninja command. Says what it does and how far it is on stderr: a first call takes a
+    minute here, and a silent minute looks like a hang. Does not outlive this process's Ctrl-C."""
+    started, lines, overwrite = time.monotonic(), [], sys.stderr.isatty()
+    print(f"sage_patch: {what} ...", file=sys.stderr, flush=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                done = re.match(r"\[(\d+)/(\d+)\]", line)
+                if done and overwrite:
+                    seconds = time.monotonic() - started
+                    print(f"\rsage_patch: {done[1]} of {done[2]} files, {seconds:.0f} s", end="", file=sys.stderr)
+        except BaseException:
+            process.terminate()
+            raise
+    seconds = time.monotonic() - started
+    end = "compiled" if process.returncode == 0 else "failed"
+    print(f"{chr(13) if overwrite else ''}sage_patch: {end} after {seconds:.0f} s", file=sys.stderr, flush=True)
+    return process.returncode, "".join(lines)
 
 
 def find_library(architecture: str) -> Path:

@@ -8,9 +8,11 @@ library cannot see (devices, dtypes); shapes and limits are checked in C and com
 from __future__ import annotations
 
 import ctypes
+import math
+import operator
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,36 +20,38 @@ from torch import Tensor
 from sage_patch import backends
 from sage_patch.args import Args, key_padding
 from sage_patch.errors import SagePatchError
-from sage_patch.kernels import first_use, torch_private
+from sage_patch.kernels import accumulators, driver, first_use, torch_private
+from sage_patch.kernels.plans import PLANS
 from sage_patch.kernels.structs import CStruct
 from sage_patch.recipes import Recipe, UnsupportedCall
 
 # What sage2.h says in numbers; tests/kernels/test_layout.py compares them.
-VERSION = 4
+VERSION = 5
 ERRORS = {"ARGUMENT": 1, "UNSUPPORTED": 2, "WORKSPACE": 3, "DEVICE": 4, "CUDA": 5}
-FLAGS = {"CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32}
+FLAGS = {
+    "CAUSAL": 1, "TOP_LEFT": 2, "SMOOTH_V": 4, "NO_SMOOTH_K": 8, "INT4": 16, "SMOOTH_Q": 32,
+    "EXP_DUO": 128, "EXP_CHORD": 256, "PV_FP16_SUMS": 1024,
+}  # fmt: skip
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PV = {"fp8": 0, "fp16": 1}
 MASK_KINDS = {torch.bool: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
-_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q = FLAGS.values()
+_CAUSAL, _TOP_LEFT, _SMOOTH_V, _NO_SMOOTH_K, _INT4, _SMOOTH_Q, _DUO, _CHORD, _PV_FP16_SUMS = FLAGS.values()
 _BITS = {8: 0, 4: _INT4}
+_EXP = {"exact": 0, "duo": _DUO, "chord": _CHORD}
 
-# struct Sage2Args of sage2.h in three pieces: what every call has, what only calls with more than lengths have, and
-# where the call works.
-CALL = CStruct(
+# struct Sage2Args of sage2.h in two pieces: what is the same whenever a call is repeated with other tensors of the same
+# kind, and where these tensors and the workspace lie.
+FACTS = CStruct(
     size="I", flags="I", device="i", capability="i", dtype="i", recipe="i",
     batch="i", heads="i", kv_heads="i", q_len="i", kv_len="i", head_dim="i", v_head_dim="i", scale="f",
-    q="P", k="P", v="P", out="P", lse="P", kv_lens="P",
-    q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q",
+    q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", key_padding_stride="q", mask_strides="4q",
+    softcap="f", left="i", right="i", mask_kind="i", workspace_bytes="N",
 )  # fmt: skip
-EXTRAS = CStruct(
-    kv_starts="P", key_padding="P", key_padding_stride="q", cu_seqlens_q="P", cu_seqlens_k="P",
-    mask="P", mask_strides="4q", sinks="P", softcap="f", left="i", right="i", mask_kind="i",
+POINTERS = CStruct(
+    q="P", k="P", v="P", out="P", lse="P", kv_lens="P", kv_starts="P", key_padding="P", cu_seqlens_q="P",
+    cu_seqlens_k="P", mask="P", sinks="P", workspace="P", stream="P",
 )  # fmt: skip
-PLACE = CStruct(workspace="P", workspace_bytes="N", stream="P")
-SIZE = CALL.size + EXTRAS.size + PLACE.size
-_NO_EXTRAS = EXTRAS.pack(left=-1, right=-1)
-_NOWHERE = PLACE.pack()
+SIZE = FACTS.size + POINTERS.size
 
 
 class KernelError(SagePatchError, RuntimeError):
@@ -55,9 +59,9 @@ class KernelError(SagePatchError, RuntimeError):
 
 
 _lock = threading.Lock()
-_workspace_sizes: dict[tuple[int, ...], int] = {}
 _by_architecture: dict[str, ctypes.CDLL] = {}
 _by_device: dict[int, tuple[ctypes.CDLL, int]] = {}  # and the device's capability, 10 * major + minor
+sums_in_fp16: set[tuple[int, str]] = set()  # (device, type of P and V) whose products are summed in fp16
 
 
 def prepare(index: int | None) -> None:
@@ -74,6 +78,8 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
     """(the library, the device's compute capability as 10 * major + minor) of the CUDA device `index`."""
     found = _by_device.get(index)
     if found is None:
+        if index < 0:
+            raise ValueError("the tensors are on no CUDA device")
         capability = torch.cuda.get_device_capability(index)
         architecture = backends.architecture_of(capability)
         if architecture is None:
@@ -83,13 +89,23 @@ def of_device(index: int) -> tuple[ctypes.CDLL, int]:
             )
         found = _by_device[index] = load_for(architecture), 10 * capability[0] + capability[1]
         backend = backends.BACKENDS[backends.find("cuda", capability)]
+        sums_in_fp16.difference_update([(index, pv) for pv in PV])
+        if backend.has_fp16_sums:
+            sums_in_fp16.update((index, pv) for pv in accumulators.in_fp16(torch.cuda.get_device_name(index)))
         if not backend.is_proven:
             try:
                 first_use.compare(backend, forward, f"cuda:{index}")
             except Exception:
                 del _by_device[index]
+                PLANS.clear()  # those of the comparison's calls
                 raise
     return found
+
+
+def loaded_from(index: int) -> str | None:
+    """The file of the library that the CUDA device `index` uses; None if it has not loaded one."""
+    found = _by_device.get(index)
+    return None if found is None else found[0]._name
 
 
 def load_for(architecture: str) -> ctypes.CDLL:
@@ -121,6 +137,7 @@ def _open(path: str) -> ctypes.CDLL:
             f"{path} is version {lib.sage2_version()} of the library, this package needs version {VERSION}: remove the "
             "file or reinstall the package"
         )
+    driver.check(lib.sage2_cuda_version())
     lib.sage2_last_error.restype = ctypes.c_char_p
     lib.sage2_page_bytes.restype = ctypes.c_size_t
     for name in ("sage2_prepare", "sage2_forward", "sage2_prepare_and_forward"):
@@ -145,16 +162,114 @@ def check(lib: ctypes.CDLL, code: int) -> None:
         raise kind(lib.sage2_last_error().decode())
 
 
-def _pack(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    args: Args,
-    recipe: Recipe,
-    padding: Tensor | None,
-    allocate: Callable[[int, int, int], tuple[Any, int]],
-) -> tuple[ctypes.CDLL, bytes, Tensor, Tensor | None, Any, tuple[Tensor, ...]]:
-    """Checks, allocations and the packed struct: (library, struct, out, lse, workspace, the tensors it points to)."""
+class Plan(NamedTuple):
+    """One kind of call, checked: all there is to know about it but where its tensors lie.
+
+    device: its index. facts: the struct's first piece. out_shape: of the output as its memory lies, which is NHD
+    if out_is_nhd; like_query: it has the query's shape and strides. lse_shape: None if no log-sum-exp is asked for.
+    is_padding: the mask goes as key padding. recipe: its id is part of the cache's key, and no other object can have
+    that id while it is kept here.
+    """
+
+    lib: ctypes.CDLL
+    device: int
+    facts: bytes
+    workspace_bytes: int
+    out_shape: tuple[int, ...]
+    out_is_nhd: bool
+    like_query: bool
+    lse_shape: tuple[int, ...] | None
+    is_padding: bool
+    recipe: Recipe
+
+    def outputs(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A new output, as its memory lies, and a log-sum-exp if the call has one."""
+        out = torch.empty_like(query) if self.like_query else query.new_empty(self.out_shape)
+        return out, None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
+
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+        """Run a call of this kind. tensors: the first six of Args. Of all tensors only their addresses are asked."""
+        lib, index, facts, size = self[:4]
+        if index != torch_private.current_device():
+            with torch.cuda.device(index):
+                return self.launch(query, key, value, tensors)
+        out, lse = self.outputs(query)
+        stream = torch_private.current_stream(index)
+        there = _addresses(query, key, value, out, lse, tensors, self.is_padding)
+        # Without the cost of a tensor, and given back right after the launch: torch reuses it in the stream's order.
+        workspace = torch_private.allocate(size, stream)
+        code = lib.sage2_prepare_and_forward(facts + POINTERS.pack_in_order(*there, workspace, stream))
+        torch_private.free(workspace)
+        if code:
+            check(lib, code)
+        return out, lse
+
+    def of_user(self, query: Tensor, is_packed: bool) -> Plan:
+        """For the tensors as a user of `sage_attention` holds them: tokens before heads, packed ones without a batch.
+        They lie where their views lie that the plan was made for."""
+        out_shape = self.out_shape[1:] if is_packed else self.out_shape
+        lse_shape = self.lse_shape[1:] if is_packed and self.lse_shape is not None else self.lse_shape
+        strides = tuple(math.prod(out_shape[i + 1 :]) for i in range(len(out_shape)))
+        like_query = query.shape == out_shape and query.stride() == strides
+        return self._replace(out_shape=out_shape, lse_shape=lse_shape, like_query=like_query)
+
+
+def plan(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> Plan | None:
+    """The plan of a call, from the cache or made; None: some tensor has to be copied first (`readable`).
+
+    Made from sizes, strides, dtypes, devices and numbers alone, which are the cache's key. Raises as `launch` does.
+    """
+    mask, starts, lens, sinks, cu_q, cu_k = args[:6]
+    others: tuple[object, ...] | None = None
+    if not (mask is starts is lens is sinks is cu_q is cu_k is None):
+        others = tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in args[:6])
+    found_by = (
+        query.shape, query.stride(), query.dtype, query.get_device(),
+        key.shape, key.is_contiguous() or key.stride(), key.dtype, key.get_device(),
+        value.shape, value.is_contiguous() or value.stride(), value.dtype, value.get_device(),
+        others, args[6:13], id(recipe),
+    )  # fmt: skip
+    found: Plan | None = PLANS.get(found_by)
+    if found is None:
+        given = (query, key, value, args)
+        if not all(map(operator.is_, readable(*given), given)):
+            return None
+        found = _plan(*given, recipe)
+        PLANS.put(found_by, found)
+    return found
+
+
+def is_padding(args: Args) -> bool:
+    """Whether the mask only says which keys there are, in a call that may have key padding."""
+    return args.left < 0 and args.right < 0 and args.kv_lens is None and key_padding(args.attn_mask) is not None
+
+
+def readable(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor, Tensor, Args]:
+    """The tensors as the kernels read them: where they lie if they can be, else copied. Any strides will do but a
+    stretched last dimension of query, key, value and padding; small vectors are contiguous and of one dtype."""
+    query, key, value = (
+        x if x.stride(3) == 1 or x.shape[3] == 1 or x.is_contiguous() else x.contiguous() for x in (query, key, value)
+    )
+    mask, _, _, sinks, cu_q, cu_k = args[:6]
+    if mask is sinks is cu_q is cu_k is None:
+        return query, key, value, args
+    if mask is not None and mask.dtype == torch.float64:
+        mask = mask.float()
+    elif mask is not None and (mask.shape[3] != key.shape[2] or mask.stride(3) != 1) and is_padding(args):
+        mask = mask[:, :1, :1].expand(-1, -1, -1, key.shape[2]).contiguous()
+    read = (
+        mask,
+        None if sinks is None else sinks.float().contiguous(),
+        None if cu_q is None else cu_q.int().contiguous(),
+        None if cu_k is None else cu_k.int().contiguous(),
+    )
+    if not all(map(operator.is_, read, (args.attn_mask, sinks, cu_q, cu_k))):
+        args = args._replace(attn_mask=read[0], sinks=read[1], cu_seqlens_q=read[2], cu_seqlens_k=read[3])
+    return query, key, value, args
+
+
+def _plan(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> Plan:
+    """Checks and packs what is readable."""
     dtype, index, qs, ks, vs = query.dtype, query.get_device(), query.shape, key.shape, value.shape
     if (
         ks[:3] != vs[:3]
@@ -162,7 +277,6 @@ def _pack(
         or qs[3] != ks[3]
         or key.dtype != dtype
         or value.dtype != dtype
-        or index < 0
         or key.get_device() != index
         or value.get_device() != index
     ):
@@ -174,63 +288,80 @@ def _pack(
     if code is None:
         raise ValueError(f"dtype {dtype}: float16 and bfloat16 are supported")
     lib, capability = of_device(index)
-    # Any strides will do except a stretched last dimension; such tensors are copied.
-    qt, kt, vt = query.stride(), key.stride(), value.stride()
-    if (qt[3] != 1 or kt[3] != 1 or vt[3] != 1) and qs[3] > 1:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        qt, kt, vt = query.stride(), key.stride(), value.stride()
     batch, heads, q_len, head_dim = qs
+    kv_heads, kv_len, width = ks[1], ks[2], vs[3]
     nhd = args.out_layout == "NHD"
-    if vs[3] != head_dim:
-        out = query.new_empty((batch, q_len, heads, vs[3]) if nhd else (batch, heads, q_len, vs[3]))
-        out = out.transpose(1, 2) if nhd else out
-    elif not nhd:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    elif qt == (heads * q_len * head_dim, head_dim, heads * head_dim, 1):
-        out = torch.empty_like(query)  # takes the query's own strides, which are those of the other layout
+    if nhd:
+        out_shape, out_strides = (batch, q_len, heads, width), (q_len * heads * width, width, heads * width, 1)
     else:
-        out = query.new_empty((batch, q_len, heads, head_dim)).transpose(1, 2)
-    lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device) if args.return_lse else None
-    flags = (
-        (args.right == 0) * _CAUSAL
+        out_shape, out_strides = (batch, heads, q_len, width), (heads * q_len * width, q_len * width, width, 1)
+    items, mask, cu_q, cu_k = batch, args.attn_mask, args.cu_seqlens_q, args.cu_seqlens_k
+    if cu_q is not None or cu_k is not None:
+        if batch != 1 or cu_q is None or cu_k is None:
+            raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong together and need batch 1; got batch {batch}")
+        items = cu_q.shape[0] - 1
+        address_of("cu_seqlens_q", cu_q, torch.int32, (items + 1,), index)
+        address_of("cu_seqlens_k", cu_k, torch.int32, (items + 1,), index)
+    address_of("kv_lens", args.kv_lens, torch.int32, (batch,), index)
+    address_of("kv_starts", args.kv_starts, torch.int32, (batch,), index)
+    address_of("sinks", args.sinks, torch.float32, (heads,), index)
+    kind, padding_stride, mask_strides, as_padding = 0, 0, (0, 0, 0, 0), False
+    if mask is not None:
+        if mask.get_device() != index or mask.dtype not in MASK_KINDS:
+            raise ValueError(
+                f"attn_mask must be bool, float16, bfloat16 or float32 on cuda:{index}; got {mask.dtype} on "
+                f"{mask.device}"
+            )
+        seen = mask.expand(batch, heads, q_len, kv_len)
+        strides = tuple(s if n > 1 else 0 for s, n in zip(seen.stride(), seen.shape, strict=True))
+        as_padding = is_padding(args)
+        if as_padding:
+            padding_stride = strides[0]
+        else:
+            kind, mask_strides = MASK_KINDS[mask.dtype], strides  # type: ignore[assignment]
+    facts: dict[str, Any] = dict(
+        size=SIZE,
+        flags=(args.right == 0) * _CAUSAL
         + args.top_left * _TOP_LEFT
         + recipe.smooth_v * _SMOOTH_V
         + (not recipe.smooth_k) * _NO_SMOOTH_K
         + _BITS[recipe.qk_bits]
         + recipe.smooth_q * _SMOOTH_Q
-    )
-    shape = (batch, heads, ks[1], q_len, ks[2], head_dim, vs[3])
-    pv, items, extras = PV[recipe.pv], batch, None
-    kept: tuple[Tensor, ...] = ()
-    if (
-        args.attn_mask is not None or padding is not None or args.kv_starts is not None or args.left >= 0
-        or args.right > 0 or args.softcap or args.sinks is not None or args.cu_seqlens_q is not None
-    ):  # fmt: skip
-        items, extras, kept = _pack_extras(args, padding, shape, index)
-    packed = CALL.pack(
-        size=SIZE, flags=flags, device=index, capability=capability, dtype=code, recipe=pv,
-        batch=items, heads=heads, kv_heads=ks[1], q_len=q_len, kv_len=ks[2], head_dim=head_dim,
-        v_head_dim=vs[3], scale=args.scale,
-        q=query.data_ptr(), k=key.data_ptr(), v=value.data_ptr(), out=out.data_ptr(),
-        lse=0 if lse is None else lse.data_ptr(),
-        kv_lens=address_of("kv_lens", args.kv_lens, torch.int32, (batch,), index),
-        q_strides=qt[:3], k_strides=kt[:3], v_strides=vt[:3], out_strides=out.stride()[:3],
+        + _EXP[recipe.exp]
+        + ((index, recipe.pv) in sums_in_fp16) * _PV_FP16_SUMS,
+        device=index, capability=capability, dtype=code, recipe=PV[recipe.pv],
+        batch=items, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
+        v_head_dim=width, scale=args.scale,
+        q_strides=query.stride()[:3], k_strides=key.stride()[:3], v_strides=value.stride()[:3],
+        out_strides=out_strides[:3], key_padding_stride=padding_stride, mask_strides=mask_strides,
+        softcap=args.softcap, left=args.left, right=args.right, mask_kind=kind,
     )  # fmt: skip
-    if extras is None:
-        packed += _NO_EXTRAS
-        sized = (capability, flags & (_INT4 | _SMOOTH_Q), pv, *shape)
-        size = _workspace_sizes.get(sized)
-        if size is None:
-            if len(_workspace_sizes) > 4096:
-                _workspace_sizes.clear()
-            size = _workspace_sizes[sized] = workspace_bytes(lib, packed + _NOWHERE)
-    else:
-        packed += extras
-        size = workspace_bytes(lib, packed + _NOWHERE)
-    stream = torch_private.current_stream(index)
-    workspace, address = allocate(size, index, stream)
-    packed += PLACE.pack(workspace=address, workspace_bytes=size, stream=stream)
-    return lib, packed, out, lse, workspace, (query, key, value, *kept)
+    lse_shape = (batch, heads, q_len) if args.return_lse else None
+    # Of the addresses the size of the workspace asks only whether they are there.
+    there = _addresses(query, key, value, query, query if args.return_lse else None, args, as_padding)
+    size = workspace_bytes(lib, FACTS.pack(**facts) + POINTERS.pack_in_order(*there, 0, 0))
+    return Plan(
+        lib, index, FACTS.pack(**facts, workspace_bytes=size), size, out_shape, nhd,
+        width == head_dim and query.stride() == out_strides, lse_shape, as_padding, recipe,
+    )  # fmt: skip
+
+
+def _addresses(
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, args: Sequence[Any], as_padding: bool
+) -> tuple[int, ...]:
+    """The struct's second piece, but for the workspace and the stream. args: `Args`, or its tensors alone."""
+    mask, starts, lens, sinks, cu_q, cu_k = args[:6]
+    at = 0 if mask is None else mask.data_ptr()
+    return (
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        0 if lens is None else lens.data_ptr(),
+        0 if starts is None else starts.data_ptr(),
+        at if as_padding else 0,
+        0 if cu_q is None else cu_q.data_ptr(),
+        0 if cu_k is None else cu_k.data_ptr(),
+        0 if as_padding else at,
+        0 if sinks is None else sinks.data_ptr(),
+    )  # fmt: skip
 
 
 def address_of(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], index: int) -> int:
@@ -245,66 +376,11 @@ def address_of(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tupl
     return tensor.data_ptr()
 
 
-def _pack_extras(
-    args: Args, padding: Tensor | None, shape: tuple[int, ...], index: int
-) -> tuple[int, bytes, tuple[Tensor, ...]]:
-    """(items, the struct's middle piece, tensors to keep until the launch). items: the batch size, or how many
-    sequences lie in its only item."""
-    batch, heads, _, q_len, kv_len, _, _ = shape
-    mask, kind, strides = 0, 0, (0, 0, 0, 0)
-    attn_mask, sinks = args.attn_mask, args.sinks
-    kept: list[Tensor] = []
-    if attn_mask is not None:
-        if attn_mask.get_device() != index or attn_mask.dtype not in MASK_KINDS:
-            raise ValueError(
-                f"attn_mask must be bool, float16, bfloat16 or float32 on cuda:{index}; got "
-                f"{attn_mask.dtype} on {attn_mask.device}"
-            )
-        expanded = attn_mask.expand(batch, heads, q_len, kv_len)
-        strides = tuple(s if n > 1 else 0 for s, n in zip(expanded.stride(), expanded.shape, strict=True))  # type: ignore[assignment]
-        mask, kind = expanded.data_ptr(), MASK_KINDS[attn_mask.dtype]
-    items, cu = batch, [0, 0]
-    if args.cu_seqlens_q is not None or args.cu_seqlens_k is not None:
-        if batch != 1 or args.cu_seqlens_q is None or args.cu_seqlens_k is None:
-            raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong together and need batch 1; got batch {batch}")
-        items = args.cu_seqlens_q.shape[0] - 1
-        for i, (name, given) in enumerate((("cu_seqlens_q", args.cu_seqlens_q), ("cu_seqlens_k", args.cu_seqlens_k))):
-            kept.append(given.int().contiguous())
-            cu[i] = address_of(name, kept[-1], torch.int32, (items + 1,), index)
-    padding_at = stride = 0
-    if padding is not None:
-        kept.append(padding.contiguous())
-        padding_at = address_of("key_padding", kept[-1], torch.bool, (padding.shape[0], kv_len), index)
-        stride = kv_len if padding.shape[0] > 1 else 0
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
-        kept.append(sinks)
-    packed = EXTRAS.pack(
-        kv_starts=address_of("kv_starts", args.kv_starts, torch.int32, (batch,), index),
-        key_padding=padding_at, key_padding_stride=stride, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1],
-        mask=mask, mask_strides=strides, mask_kind=kind,
-        sinks=address_of("sinks", sinks, torch.float32, (heads,), index),
-        softcap=args.softcap, left=args.left, right=args.right,
-    )  # fmt: skip
-    return items, packed, tuple(kept)
-
-
 def workspace_bytes(lib: ctypes.CDLL, packed: bytes) -> int:
-    """Of a call, whose pointers and strides are not looked at. Raises ValueError or UnsupportedCall."""
+    """Of a call, whose strides are not looked at. Raises ValueError or UnsupportedCall."""
     size = ctypes.c_size_t()
     check(lib, lib.sage2_workspace_bytes(packed, ctypes.byref(size)))
     return size.value
-
-
-def _tensor_workspace(size: int, index: int, stream: int) -> tuple[Tensor, int]:
-    workspace = torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
-    return workspace, workspace.data_ptr()
-
-
-def _raw_workspace(size: int, index: int, stream: int) -> tuple[int, int]:
-    """Without the cost of a tensor; given back right after the launch."""
-    address = torch_private.allocate(size, stream)
-    return address, address
 
 
 class Call:
@@ -314,11 +390,17 @@ class Call:
     Arguments are `launch`'s.
     """
 
-    def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe, padding: Tensor | None = None
-    ) -> None:
-        packed = _pack(query, key, value, args, recipe, padding, _tensor_workspace)
-        self.lib, self.args, self.out, self.lse, self.workspace, self.inputs = packed
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> None:
+        query, key, value, args = readable(query, key, value, args)
+        plan = _plan(query, key, value, args, recipe)
+        self.lib = plan.lib
+        out, self.lse = plan.outputs(query)
+        self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
+        there = _addresses(query, key, value, out, self.lse, args, plan.is_padding)
+        place = self.workspace.data_ptr(), torch_private.current_stream(plan.device)
+        self.args = plan.facts + POINTERS.pack_in_order(*there, *place)
+        self.out = out.transpose(1, 2) if plan.out_is_nhd and not plan.like_query else out
+        self.inputs = (query, key, value, *args[:6])
 
     def prepare(self) -> None:
         check(self.lib, self.lib.sage2_prepare(self.args))
@@ -330,39 +412,24 @@ class Call:
         check(self.lib, self.lib.sage2_prepare_and_forward(self.args))
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
-    """The operator's call on CUDA tensors; a mask that only says which keys there are goes as key padding."""
-    padding = None
-    if args.attn_mask is not None:
-        if args.attn_mask.dtype == torch.float64:
-            args = args._replace(attn_mask=args.attn_mask.float())
-        elif args.left < 0 and args.right < 0 and args.kv_lens is None:
-            padding = key_padding(args.attn_mask)
-            if padding is not None:
-                args = args._replace(attn_mask=None)
-    return launch(query, key, value, args, recipe, padding)
-
-
-def launch(
-    query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe, padding: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def launch(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     """Quantized attention on CUDA tensors of one device; any view whose last dimension has stride 1 is read in place.
 
     args: as it says, of which recipe, reason and site are not looked at; recipe says whether K, V (minus a vector per
     head) and Q (64 rows at a time minus their mean, whose logits are added in float32) are smoothed. INT4 and a
     smoothed Q need head_dim at most 128; the latter takes q_len / 64 x kv_len floats a head while the call runs.
-    padding: bool [batch or 1, kv_len], False: there is no such key; not with masks, causal, windows or lengths.
+    A mask that only says which keys there are goes as key padding.
     Returns the output, a new tensor of the inputs' dtype, and if asked the natural log-sum-exp of the true scaled
     scores, float32 [batch, heads, q_len]. A row that sees no key is zero, its log-sum-exp -inf. Raises ValueError,
     UnsupportedCall or KernelError.
     """
-    index = query.get_device()
-    if index >= 0 and index != torch_private.current_device():
-        with torch.cuda.device(index):
-            return launch(query, key, value, args, recipe, padding)
-    lib, packed, out, lse, workspace, _inputs = _pack(query, key, value, args, recipe, padding, _raw_workspace)
-    code = lib.sage2_prepare_and_forward(packed)
-    torch_private.free(workspace)
-    if code:
-        check(lib, code)
-    return out, lse
+    found = plan(query, key, value, args, recipe)
+    if found is None:
+        query, key, value, args = readable(query, key, value, args)
+        found = plan(query, key, value, args, recipe)
+        assert found is not None, "copies are readable"
+    out, lse = found.launch(query, key, value, args)
+    return out.transpose(1, 2) if found.out_is_nhd and not found.like_query else out, lse
+
+
+forward = launch  # what backends.py asks of a module of kernels

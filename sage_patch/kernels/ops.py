@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,12 @@ from torch import Tensor
 
 from sage_patch import backends
 from sage_patch.args import Args, scale_for, schema
-from sage_patch.kernels import plain, shared, torch_private
+from sage_patch.kernels import fa3, plain, shared, torch_private
+from sage_patch.kernels.plans import PLANS
 from sage_patch.kernels.stopwatch import Stopwatch
-from sage_patch.recipes import parse_recipe
+from sage_patch.recipes import Recipe, parse_recipe
+
+Forward = Callable[[Tensor, Tensor, Tensor, Args, Recipe], tuple[Tensor, Tensor | None]]
 
 
 class CallKey(NamedTuple):
@@ -124,7 +127,6 @@ _LIBRARY.define(f"attention(Tensor query, Tensor key, Tensor value, {schema()}) 
 _LIBRARY.define("count(Tensor(a!) ticket, str recipe, str reason, str site) -> ()")
 
 _DEVICES = ("cpu", "cuda")
-_recipe_of = functools.cache(parse_recipe)  # the operator's schema has no recipes, only their names
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor | None]:
@@ -139,7 +141,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tenso
         or type(key) is not Tensor
         or type(value) is not Tensor
         or torch_private.is_seen()
-        or query.device.type not in _DEVICES
+        or not (query.is_cuda or query.is_cpu)
     ):
         return attention(query, key, value, *args)
     return _timed_body(query, key, value, args) if _STOPWATCHES else _body(query, key, value, args)
@@ -163,19 +165,61 @@ def _timed_body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[
 
 
 def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Tensor | None]:
-    recipe = _recipe_of(args.recipe)
-    scale = scale_for(args.scale, query.shape[-1])
+    found_by = (args.recipe, args.reason, args.site, query.device)
+    key_counted, recipe, forward = PLANS.get(found_by) or _found(*found_by)
     if args.scale is None:
-        args = args._replace(scale=scale)
-    backend = "exact" if recipe.is_exact else backend_for(query.device)
-    add_count(CallKey(args.site, args.recipe, backend, args.reason))
+        args = args._replace(scale=scale_for(None, query.shape[-1]))
+    if recipe.is_exact and args.exact_backend != "torch" and fa3.backend_for(query, key, value, args) == fa3.NAME:
+        key_counted, forward = key_counted._replace(backend=fa3.NAME), _fa3_forward
+    add_count(key_counted)
     for observer in _OBSERVERS:
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
+        scale = scale_for(args.scale, query.shape[-1])
         observer(ObservedCall(args.site, query, key, value, seen, scale, args.left, args.right, args.top_left))
-    if recipe.is_exact:
-        return plain.forward(query, key, value, args, recipe)
+    return forward(query, key, value, args, recipe)
+
+
+def _fa3_forward(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> tuple[Tensor, None]:
+    return fa3.forward(query, key, value, args), None
+
+
+class Planned(NamedTuple):
+    """A call that needs nothing more than to be counted and launched."""
+
+    counted: CallKey
+    plan: Any  # what the module of its kernels calls so
+
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+        """As `attend`, for whom nobody watches; tensors: the first six of Args."""
+        add_count(self.counted)
+        return self.plan.launch(query, key, value, tensors)  # type: ignore[no-any-return]
+
+
+def planned(query: Tensor, key: Tensor, value: Tensor, args: Args) -> Planned | None:
+    """What `attend` comes to whenever it is told the same of tensors of the same kind; None: not compiled kernels, or
+    some tensor has to be copied first."""
+    counted, recipe, _ = _found(args.recipe, args.reason, args.site, query.device)
+    row = backends.named(counted.backend)
+    if row is None or not row.is_compiled:
+        return None
+    plan = backends.module(row.kernels).plan(query, key, value, args, recipe)
+    return None if plan is None else Planned(counted, plan)
+
+
+def is_watched() -> bool:
+    """Is there anybody who must be shown every call?"""
+    return bool(_OBSERVERS or _STOPWATCHES)
+
+
+def _found(name: str, reason: str, site: str, device: torch.device) -> tuple[CallKey, Recipe, Forward]:
+    """What a call's words and its device come to: what is counted, the recipe, and what computes it."""
+    recipe = parse_recipe(name)  # the operator's schema has no recipes, only their names
+    backend = "exact" if recipe.is_exact else backend_for(device)
     # The envelope has let nothing else through than what the backend takes.
-    return backends.module(backends.BACKENDS[backend].kernels).forward(query, key, value, args, recipe)
+    forward = plain.forward if recipe.is_exact else backends.module(backends.BACKENDS[backend].kernels).forward
+    found = CallKey(site, name, backend, reason), recipe, forward
+    PLANS.put((name, reason, site, device), found)
+    return found
 
 
 def _count(ticket: Tensor, recipe: str, reason: str, site: str) -> None:

@@ -23,7 +23,7 @@ CALL = CStruct(
     q="P", k="P", v="P", out="P", lse="P", slabs="P", tail="P", k_mean="P", v_mean="P", kv_starts="P", mask="P",
     sinks="P", q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", mask_strides="4q",
 )  # fmt: skip
-PLACE = library.PLACE
+PLACE = CStruct(workspace="P", workspace_bytes="N", stream="P")
 SIZE = CALL.size + PLACE.size
 
 

@@ -14,7 +14,8 @@ from typing import Any
 class CStruct:
     """A C struct of these fields, in order: name=code, a code of the struct module, with a count for an array ("3q").
 
-    `pack(name=value, ...)` gives its bytes: a tuple for an array, zeros for what is not named.
+    `pack(name=value, ...)` gives its bytes: a tuple for an array, zeros for what is not named. `pack_in_order(...)`: of
+    all values, in the order of the fields.
     """
 
     pack: Callable[..., bytes]
@@ -23,6 +24,7 @@ class CStruct:
         self.fields = fields
         self._struct = struct.Struct("@" + "".join(fields.values()))
         self.size = self._struct.size
+        self.pack_in_order = self._struct.pack
         # A function with the fields as its arguments: the call is checked by name and costs no dictionary.
         lengths = {name: int(code[:-1]) for name, code in fields.items() if len(code) > 1}
         arguments = ", ".join(f"{n}={(0,) * lengths[n] if n in lengths else 0}" for n in fields)

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from sage_patch.recipes import Recipe
+from sage_patch.reference.emulator import exponent
 from sage_patch.reference.emulator.accumulator import product as tensor_core_product
+from sage_patch.reference.emulator.float32 import e4m3_value
 from sage_patch.reference.quantize import (
     BLOCK_K,
     BLOCK_Q,
@@ -196,8 +198,12 @@ def _mainloop(
         scores = _tile_scores(rows, keys, visibility, recipe, softcap, col0, col1, heads)
         new_top = torch.maximum(top, scores.amax(dim=-1) - offset)
         finite_top = torch.where(torch.isneginf(new_top), 0.0, new_top)
-        p = torch.exp2(scores.sub_(finite_top[..., None]))
+        x = scores.sub_(finite_top[..., None])
+        p = torch.exp2(x)
         p = round_e4m3(p) if recipe.pv == "fp8" else p.to(keys.half).float()
+        if recipe.exp != "exact" and not softcap:
+            by_bits = _by_bits(x, finite_top, rows, visibility, block, col0, col1, heads)
+            p = torch.where(by_bits, _p_by_bits(x, recipe.exp), p)
         alpha = torch.exp2(top - finite_top)
         v = keys.v[:, :, col0:col1]
         if emulate_accumulator and recipe.pv == "fp8":
@@ -249,6 +255,35 @@ def _tile_scores(
             scores = scores + _bias_log2(mask)
     band = visibility.band(rows.first, rows.last, col0, col1, scores.device)
     return scores if band is None else scores.masked_fill_(~band, -math.inf)
+
+
+def _by_bits(
+    x: Tensor, top: Tensor, rows: _Rows, visibility: Visibility, block: int, col0: int, col1: int, heads: int
+) -> Tensor:
+    """Which rows of a tile get P by exponent.py, bool [B, Hkv, G, rows, 1]: those of 64 that all see it whole, with
+    nothing added, and of 16 none of whose scores is too far below its row's reference."""
+    count = x.shape[-2]
+    plain = torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
+    if col1 - col0 < block:
+        return torch.zeros_like(plain)[..., None]
+    mask, band = visibility.mask_tile(rows.first, rows.last, col0, col1), None
+    if mask is not None:
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        seen = seen.all(-1)
+        plain &= seen.reshape(seen.shape[0], *x.shape[1:3], -1) if seen.shape[1] == heads > 1 else seen[:, :, None]
+    band = visibility.band(rows.first, rows.last, col0, col1, x.device)
+    if band is not None:
+        plain &= band.all(-1)
+    near = (x.amin(-1) > -exponent.REACH_LIMIT) & (top.abs() < exponent.FURTHEST)
+    return (exponent.all_of(plain[..., None], 64) & exponent.all_of(near[..., None], exponent.WARP_ROWS))[
+        ..., :count, :
+    ]
+
+
+def _p_by_bits(x: Tensor, exp: str) -> Tensor:
+    """P of exponents x: the kernel's formula, but for its rounding of a score's step to 2^-23 octaves."""
+    t = ((x + exponent.BIAS[exp]) * exponent.OCTAVE).clamp_min_(0.0)
+    return e4m3_value(exponent.codes_of_bits(t.int(), exp))
 
 
 def _bias_log2(bias: Tensor) -> Tensor:

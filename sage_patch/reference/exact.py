@@ -22,6 +22,7 @@ from sage_patch.reference.quantize import hide
 from sage_patch.reference.visibility import Visibility
 
 _SCORES_PER_STEP = 1 << 26  # elements of the score matrix held at once by the blocked forms
+_TORCH_SDPA = F.scaled_dot_product_attention  # torch's own, whoever puts another function into its place later
 _LARGEST_GRID = 65535  # batch x heads that every one of torch's CUDA kernels can be launched with
 
 
@@ -61,7 +62,7 @@ def exact_attention(
         seen = visibility.visible_keys(key.shape[1], key.device)
         if seen is not None:  # a row without keys may be an average of V: its finite values stay
             key, value = hide(key, seen), torch.where(seen[..., None] | torch.isfinite(value), value, 0.0)
-    return _attend(query, key, value, visibility, *options)
+    return _attend(query, key, value, visibility, *options, False)
 
 
 def _guarded(
@@ -87,7 +88,9 @@ def _guarded(
         key, value = hide(key, seen), hide(value, seen)
         blind = visibility.blind_rows(query.device)
         query = query if blind is None else query.masked_fill(blind, 0.0)
-    out, lse = _attend(query, key, value, visibility, scale, softcap, sinks, dropout_p, return_lse, out_dtype, blind)
+    out, lse = _attend(
+        query, key, value, visibility, scale, softcap, sinks, dropout_p, return_lse, out_dtype, True, blind
+    )
     if blind is not None:
         out = out.masked_fill(blind, 0.0)
         lse = lse.masked_fill(blind[..., 0], -math.inf) if lse is not None else None
@@ -109,14 +112,16 @@ def _attend(
     dropout_p: float,
     return_lse: bool,
     out_dtype: torch.dtype,
+    aligns: bool,
     blind: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """By torch's SDPA where it can, else by the blocked form. blind: bool [B or 1, Hq or 1, q_len or 1, 1], rows that
-    the mask leaves without a key; what they come to does not matter."""
+    """By torch's SDPA where it can, else by the blocked form. aligns: a mask that some of torch's kernels cannot
+    read is copied; else it is passed on as it is. blind: bool [B or 1, Hq or 1, q_len or 1, 1], rows that the mask
+    leaves without a key; what they come to does not matter."""
     empty = 0 in query.shape or 0 in value.shape
     if softcap or sinks is not None or return_lse or empty or _only_mask_learns(query, key, value, visibility):
         return _blocked(query, key, value, visibility, scale, softcap, sinks, dropout_p, return_lse, out_dtype)
-    return _by_sdpa(query, key, value, visibility, scale, dropout_p, blind).to(out_dtype), None
+    return _by_sdpa(query, key, value, visibility, scale, dropout_p, aligns, blind).to(out_dtype), None
 
 
 def _only_mask_learns(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility) -> bool:
@@ -154,14 +159,16 @@ def _by_sdpa(
     visibility: Visibility,
     scale: float,
     dropout_p: float,
+    aligns: bool,
     blind: Tensor | None,
 ) -> Tensor:
     q_len, kv_len = visibility.q_len, visibility.kv_len
     if not visibility.has_band:
-        return _sdpa(query, key, value, _opened(visibility.attn_mask, blind, query.dtype), False, scale, dropout_p)
+        mask = _opened(visibility.attn_mask, blind, query.dtype)
+        return _sdpa(query, key, value, mask, False, scale, dropout_p, aligns)
     plain_causal = visibility.attn_mask is None and visibility.right == 0 and visibility.left is None
     if plain_causal and visibility.offset == 0:
-        return _sdpa(query, key, value, None, True, scale, dropout_p)  # torch's own corner
+        return _sdpa(query, key, value, None, True, scale, dropout_p, aligns)  # torch's own corner
     batch, heads = query.shape[:2]
     mask_rows = visibility.attn_mask.shape[0] * visibility.attn_mask.shape[1] if visibility.attn_mask is not None else 1
     step = max(1, _SCORES_PER_STEP // max(1, kv_len * min(mask_rows, batch * heads)))
@@ -179,7 +186,7 @@ def _by_sdpa(
                 mask = torch.where(band, mask, float("-inf"))
         rows = blind[..., row0:row1, :] if blind is not None and blind.shape[-2] != 1 else blind
         mask = _opened(mask, rows, query.dtype)
-        blocks.append(_sdpa(query[..., row0:row1, :], key, value, mask, False, scale, dropout_p))
+        blocks.append(_sdpa(query[..., row0:row1, :], key, value, mask, False, scale, dropout_p, aligns))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-2)
 
 
@@ -196,20 +203,27 @@ def _opened(mask: Tensor | None, blind: Tensor | None, dtype: torch.dtype) -> Te
 
 
 def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    aligns: bool,
 ) -> Tensor:
     """Torch's SDPA; a batch that is too large for a launch goes in parts."""
     batch, heads = query.shape[:2]
     if query.device.type != "cpu" and batch * heads > _LARGEST_GRID:
-        return _in_parts(query, key, value, mask, is_causal, scale, dropout_p)
+        return _in_parts(query, key, value, mask, is_causal, scale, dropout_p, aligns)
     grouped = heads != key.shape[1]
     if mask is not None and mask.dtype != torch.bool and mask.dtype != query.dtype:
         mask = mask.to(query.dtype)
-    if mask is not None and query.device.type == "cuda":
+    if aligns and mask is not None and query.device.type == "cuda":
         mask = _aligned(mask, key.shape[-2], query.dtype)
     if grouped and mask is not None:  # torch's fused kernels take either grouped heads or a mask
         key, value, grouped = _repeat(key, query), _repeat(value, query), False
-    return F.scaled_dot_product_attention(
+    return _TORCH_SDPA(
         query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=grouped
     )
 
@@ -228,7 +242,14 @@ def _aligned(mask: Tensor, kv_len: int, dtype: torch.dtype) -> Tensor:
 
 
 def _in_parts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    dropout_p: float,
+    aligns: bool,
 ) -> Tensor:
     """`_sdpa` of equal parts of the batch, or of the heads of one item that has too many by itself."""
     dim = 0 if query.shape[0] > 1 else 1
@@ -247,7 +268,7 @@ def _in_parts(
         outs.append(
             _sdpa(
                 query.narrow(dim, start * groups, count * groups), key.narrow(dim, start, count),
-                value.narrow(dim, start, count), some, is_causal, scale, dropout_p,
+                value.narrow(dim, start, count), some, is_causal, scale, dropout_p, aligns,
             )
         )  # fmt: skip
     return torch.cat(outs, dim=dim)

@@ -1,7 +1,8 @@
 """Results the kernels gave on a real H200, checked where there is no GPU.
 
 golden.npz (scripts/gpu_small.py --golden): images and scales bit for bit; outputs and log-sum-exp against the emulator,
-and against float64. golden_stages.npz (scripts/gpu_golden.py): every stage between inputs and outputs.
+and against float64. golden_stages.npz and golden_exponents.npz (scripts/gpu_golden.py): every stage between inputs and
+outputs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from sage_patch.reference.emulator import prepare as mirror
 from zoo import golden_stages as golden
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
-STAGES_FILE = Path(__file__).with_name("golden_stages.npz")
-STAGES = dict(np.load(STAGES_FILE)) if STAGES_FILE.exists() else {}
+FILES = [Path(__file__).with_name(f"golden_{name}.npz") for name in ("exponents", "stages")]
+STAGES = {name: array for path in FILES if path.exists() for name, array in np.load(path).items()}
+INPUTS = {
+    name: text
+    for path in FILES
+    if path.exists()
+    for name, text in json.loads(str(np.load(path)["meta"]))["inputs"].items()
+}
 SHAPES = ((64, 70, torch.float16), (128, 70, torch.bfloat16), (40, 300, torch.bfloat16), (128, 1, torch.bfloat16))
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
 # Share of outputs that equal the emulator's in every bit, in rows whose P is certain; what is left is 1 / l.
@@ -84,22 +91,22 @@ def test_outputs_are_the_emulators(d: int, n: int, dtype: torch.dtype, recipe: s
     assert float((lse - s.lse)[live].abs().max()) <= LSE_ERROR
 
 
-def needs(case: golden.Case) -> None:
+def needs(case: golden.Case, recipe: str = "") -> None:
     """Skips where the file is older than the case."""
-    if f"{case.name}.scores" not in STAGES:
-        pytest.skip(f"{STAGES_FILE.name} has no {case.name}: scripts/gpu_golden.py writes it on a GPU")
+    if f"{case.name}.scores" not in STAGES or (recipe and f"{case.name}.{recipe}.p" not in STAGES):
+        pytest.skip(f"no golden array of {case.name} {recipe}: scripts/gpu_golden.py writes it on a GPU")
 
 
 @pytest.mark.parametrize("case", golden.CASES, ids=lambda c: c.name)
 def test_inputs_are_those_of_the_gpu(case: golden.Case) -> None:
     needs(case)
-    assert golden.fingerprint(case) == json.loads(str(STAGES["meta"]))["inputs"][case.name]
+    assert golden.fingerprint(case) == INPUTS[case.name]
 
 
 def accept(found: golden.Findings, case: golden.Case, recipe: str) -> list[str]:
     """What is wrong, in words. One code is always a few; softcap's band leaves more open, not more than its share."""
     share = P_SHARE_SOFTCAP if case.softcap else P_SHARE
-    pv = recipe.rpartition("_")[2]
+    pv = recipe.partition(":")[0].rpartition("_")[2]
     checks = {
         "int32 scores": found.scores_equal,
         "reference exponents": found.m_equal,
@@ -118,7 +125,7 @@ def accept(found: golden.Findings, case: golden.Case, recipe: str) -> list[str]:
 def test_stages(case: golden.Case, recipe: str) -> None:
     """Each stage from the GPU's stage before it: scores and reference exponents equal, P in its band, FP8 partial sums
     equal, FP16 ones to float32's rounding, outputs to their last bit."""
-    needs(case)
+    needs(case, recipe)
     found = golden.compare(case, recipe, STAGES)
     assert not accept(found, case, recipe), found
 
@@ -138,7 +145,7 @@ def test_emulator_agrees_with_itself(case: golden.Case, recipe: str) -> None:
     s = golden.emulated(case, recipe)[0].stages
     assert torch.equal(s.lse.isfinite(), ref_lse.isfinite())
     if case.logits == 1.0:  # peaked rows hang on single scores, which INT8 moves
-        assert_attention_close(s.out, ref, KERNEL_TOLERANCE[recipe])
+        assert_attention_close(s.out, ref, KERNEL_TOLERANCE[recipe.partition(":")[0]])
 
 
 COMPARED = [(c, r) for c, r in golden.CALLS if c.name in ("d64", "bool_mask", "softcap", "sinks", "int4")]

@@ -210,12 +210,12 @@ def test_nothing_is_written_beside_the_output(recipe: str, q_len: int, dim: int)
     options = dict(scale=0.125, recipe=recipe, kv_lens=lens, is_causal=True, return_lse=True)
     want, want_lse = forward(q, k, v, **options)
     call = make_call(q, k, v, **options)
-    buffers, guard, fields = [], 4096, library.CALL.unpack(call.args)
+    buffers, guard, fields = [], 4096, library.POINTERS.unpack(call.args[library.FACTS.size :])
     for name, old in (("out", call.out), ("lse", call.lse)):  # the same call, into the middle of a larger buffer
         marked = torch.full((old.numel() + 2 * guard,), 7.0, dtype=old.dtype, device=DEVICE)
         fields[name] = marked[guard:].data_ptr()
         buffers.append(marked)
-    call.args = library.CALL.pack(**fields) + call.args[library.CALL.size :]
+    call.args = call.args[: library.FACTS.size] + library.POINTERS.pack(**fields)
     call.run()
     for marked, expected in zip(buffers, (want, want_lse), strict=True):
         inside = slice(guard, guard + expected.numel())

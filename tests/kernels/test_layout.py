@@ -14,7 +14,7 @@ from sage_patch.kernels import build, library, pages
 from sage_patch.kernels.structs import CStruct
 
 STRUCTS = {
-    "Sage2Args": ("sage2.h", (library.CALL, library.EXTRAS, library.PLACE), library.SIZE),
+    "Sage2Args": ("sage2.h", (library.FACTS, library.POINTERS), library.SIZE),
     "Sage2Pages": ("sage2_pages.h", (pages.CALL, pages.PLACE), pages.SIZE),
 }
 

@@ -52,7 +52,7 @@ def test_the_schema_is_the_list_of_arguments() -> None:
         "sage_patch::attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? kv_starts, "
         "Tensor? kv_lens, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float? scale, SymInt left, "
         "SymInt right, bool top_left, float softcap, bool return_lse, str out_layout, str recipe, str reason, "
-        "str site, bool guard_rows=True) -> (Tensor, Tensor)"
+        'str site, bool guard_rows=True, str exact_backend="torch") -> (Tensor, Tensor)'
     ).replace("SymInt", "int")
     assert [a.name for a in ops.attention._schema.arguments[3:]] == list(Args._fields)
 
@@ -68,11 +68,19 @@ def test_a_call_passes_every_option_under_its_own_name(monkeypatch) -> None:
     monkeypatch.setattr(ops, "attend", attend_instead)
     tensors = {name: torch.zeros(2) for name in Args._fields[:6]}
     options = Options(
-        **tensors, scale=3.0, left=4, right=5, top_left=True, softcap=6.0, return_lse=True, out_layout="NHD"
+        **tensors,
+        scale=3.0,
+        left=4,
+        right=5,
+        top_left=True,
+        softcap=6.0,
+        return_lse=True,
+        out_layout="NHD",
+        exact_backend="fa3",
     )
     q = torch.zeros(1, 1, 4, 8)
     attend(q, q, q, options, describe(q, q, q, Options()), EXACT, "why", "where")
-    told = {name: getattr(options, name) for name in (*Args._fields[:13], "guard_rows")}
+    told = {name: getattr(options, name) for name in (*Args._fields[:13], "guard_rows", "exact_backend")}
     assert seen[0]._asdict() == told | {"recipe": "exact", "reason": "why", "site": "where"}
 
 

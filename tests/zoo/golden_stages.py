@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sage_patch.recipes import parse_recipe
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_value, exp2, exp2_band, to_half
@@ -55,10 +56,15 @@ class Case:
     sinks: tuple[float, ...] | None = None  # one a head
     sequences: tuple[tuple[int, int], ...] | None = None  # (q_len, kv_len) of each, after some tokens of none
     int4: bool = False
+    exps: bool = False  # with the other exponents too
+    only_exps: bool = False
 
     @property
     def recipes(self) -> tuple[str, ...]:
-        return tuple(r.replace("int8", "int4") for r in RECIPES) if self.int4 else RECIPES
+        others = tuple(f"{RECIPES[0]}:exp={exp}" for exp in ("duo", "chord")) if self.exps or self.only_exps else ()
+        if self.only_exps:
+            return others
+        return (tuple(r.replace("int8", "int4") for r in RECIPES) if self.int4 else RECIPES) + others
 
     @property
     def batch(self) -> int:
@@ -85,8 +91,8 @@ class Case:
 
 
 CASES = (
-    Case("d64", 64, 70, 200, torch.float16, heads=3, keep=7),
-    Case("d128_causal", 128, 70, 200, heads=3, is_causal=True, keep=7),
+    Case("d64", 64, 70, 200, torch.float16, heads=3, keep=7, exps=True),
+    Case("d128_causal", 128, 70, 200, heads=3, is_causal=True, keep=7, exps=True),
     Case("d128_corner", 128, 33, 77, is_causal=True, top_left=True, k_bias=300.0, v_offset=40.0, keep=3),
     Case("d64_one_row", 64, 1, 129, is_causal=True, k_bias=300.0),
     Case("d128_one_row", 128, 1, 129, torch.float16, v_offset=40.0),
@@ -94,17 +100,20 @@ CASES = (
     Case("d64_top_left", 64, 140, 200, torch.float16, heads=1, is_causal=True, top_left=True, k_bias=30.0, keep=10),
     Case("d40_padded", 40, 33, 77, keep=3),
     Case("d128_peaked", 128, 33, 300, logits=8.0, v_outlier=200.0, keep=4),
-    Case("d64_peaked", 64, 33, 300, logits=30.0, v_outlier=3.0, is_causal=True, keep=4),
+    Case("d64_peaked", 64, 33, 300, logits=30.0, v_outlier=3.0, is_causal=True, keep=4, exps=True),
     Case("window", 64, 67, 300, heads=1, left=40, right=10, k_bias=4.0, keep=13),
-    Case("bool_mask", 64, 67, 300, mask=torch.bool, v_offset=40.0, keep=13),
+    Case("bool_mask", 64, 67, 300, mask=torch.bool, v_offset=40.0, keep=13, exps=True),
     Case("causal_mask", 128, 20, 200, heads=1, is_causal=True, mask=torch.bool, keep=6),
-    Case("float_mask", 64, 20, 300, torch.float16, heads=1, mask=torch.float32, keep=4),
+    Case("float_mask", 64, 20, 300, torch.float16, heads=1, mask=torch.float32, keep=4, exps=True),
     Case("softcap", 64, 67, 150, heads=1, is_causal=True, softcap=5.0, k_bias=4.0, logits=4.0, keep=13),
     Case("softcap_mask", 128, 9, 200, heads=1, softcap=20.0, mask=torch.float16, keep=3),
     Case("sinks", 64, 33, 200, sinks=(1.5, 80.0), left=100, k_bias=4.0, v_offset=8.0, keep=8),
     Case("padding", 64, 33, 300, heads=1, padding=True, v_offset=40.0, keep=8),
     Case("left_padding", 64, 67, 200, heads=1, kv_starts=(9,), is_causal=True, top_left=True, keep=13),
     Case("sequences", 64, 80, 222, heads=1, is_causal=True, keep=5, sequences=((5, 77), (0, 10), (67, 130), (3, 0))),
+    Case("d96_exponents", 96, 20, 300, heads=1, keep=7, only_exps=True),
+    Case("d256_exponents", 256, 20, 300, heads=1, k_bias=4.0, keep=7, only_exps=True),
+    Case("steep_exponents", 128, 33, 300, heads=1, logits=300.0, keep=4, only_exps=True),
     Case("int4", 64, 200, 200, torch.float16, heads=1, is_causal=True, k_bias=4.0, keep=37, int4=True),
     Case("int4_d128", 128, 70, 200, v_offset=8.0, keep=31, int4=True),
     Case("int4_padding", 40, 33, 300, heads=1, padding=True, keep=11, int4=True),
@@ -251,11 +260,12 @@ class Part:
 @functools.cache
 def emulated(case: Case, recipe: str) -> tuple[Part, ...]:
     tensors, given = inputs(case), arguments(case)
+    name, given["exp"] = recipe.partition(":")[0], parse_recipe(recipe).exp
     if case.sequences is None:
-        return (Part(sm90.emulate(*tensors, recipe=recipe, **given), tensors[2], 0),)
+        return (Part(sm90.emulate(*tensors, recipe=name, **given), tensors[2], 0),)
     cu = offsets(case)
     parts = zip(sm90.sequences(*tensors, *cu), cu[0], strict=False)
-    return tuple(Part(sm90.emulate(*x, recipe=recipe, **given), x[2], first) for x, first in parts if x[0].shape[2])
+    return tuple(Part(sm90.emulate(*x, recipe=name, **given), x[2], first) for x, first in parts if x[0].shape[2])
 
 
 @dataclass
@@ -311,7 +321,13 @@ def compare_part(case: Case, recipe: str, part: Part, got: Mapping[str, np.ndarr
     m_gpu = torch.where(walked, m, m_again)
     factors = sm90.factors_of(m_gpu)
     exponents, low, high = sm90.exponents_of(my_scores, steps, changed, m_gpu)
-    band = (sm90.probabilities(x, my_scores, fp16) for x in (exp2(exponents), exp2_band(low)[0], exp2_band(high)[1]))
+    exp = parse_recipe(recipe).exp
+    band = (
+        exact if exp == "exact" else sm90.replace_by_bits(exact, s.by_bits[:, :, rows], my_scores, steps, m_gpu, exp)
+        for exact in (
+            sm90.probabilities(x, my_scores, fp16) for x in (exp2(exponents), exp2_band(low)[0], exp2_band(high)[1])
+        )
+    )
     codes, want, low, high = (_codes(x)[seen] for x in (p, *band))
     distance = (codes - want).abs()
 

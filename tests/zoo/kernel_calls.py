@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sage_patch.args import Args
 from sage_patch.kernels import library
-from sage_patch.recipes import RECIPES, Recipe
+from sage_patch.recipes import Recipe, parse_recipe
 
 
 class Extras(NamedTuple):
@@ -29,7 +29,7 @@ class Extras(NamedTuple):
 
 def recipe_of(name: str, smooth_k: bool = True, smooth_v: bool = True, smooth_q: bool | None = None) -> Recipe:
     """smooth_q None: as the recipe has it."""
-    recipe = RECIPES[name]
+    recipe = parse_recipe(name)
     smooth = "k" * smooth_k if not (recipe.smooth_q if smooth_q is None else smooth_q) else "qk" if smooth_k else "q"
     return replace(recipe, smooth=smooth or "none", smooth_v=smooth_v)  # type: ignore[arg-type]
 
@@ -45,14 +45,15 @@ def arguments(
     out_layout: str = "HND",
     extras: Extras | None = None,
     **smooth: Any,
-) -> tuple[Args, Recipe, Tensor | None]:
+) -> tuple[Args, Recipe]:
     """What library.launch and library.Call take behind the tensors."""
     x = extras or Extras()
+    mask = x.attn_mask if x.key_padding is None else x.key_padding[:, None, None]
     args = Args(
-        x.attn_mask, x.kv_starts, kv_lens, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, scale,
+        mask, x.kv_starts, kv_lens, x.sinks, x.cu_seqlens_q, x.cu_seqlens_k, scale,
         x.left, 0 if is_causal else x.right, causal_top_left, x.softcap, return_lse, out_layout, recipe, "", "",
     )  # fmt: skip
-    return args, recipe_of(recipe, **smooth), x.key_padding
+    return args, recipe_of(recipe, **smooth)
 
 
 def forward(

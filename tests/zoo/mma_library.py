@@ -12,8 +12,11 @@ from pathlib import Path
 from unittest import mock
 
 from sage_patch.kernels import build, library
+from sage_patch.kernels.plans import PLANS
 
-BACKENDS = ("mma", "mma_int4", "mma_split")  # rows of cuda_kernels/backend_mma.cu
+# Rows of cuda_kernels/backend_mma.cu, and "mma" with P V summed in fp16 where its kernels have it.
+ROWS = {"mma": "mma", "mma_int4": "mma_int4", "mma_split": "mma"}
+BACKENDS = tuple(ROWS)
 ARCHITECTURE, CAPABILITY = "90", 90
 
 
@@ -25,7 +28,7 @@ def build_library(backend: str) -> Path:
         name: (*names, "90a") if name.endswith("_mma.cu") or name.startswith("fwd_mma") else names
         for name, names in build.units().items()
     }
-    flags = (*build.FLAGS, f"-DSAGE2_TEST_BACKEND={backend}")
+    flags = (*build.FLAGS, f"-DSAGE2_TEST_BACKEND={ROWS[backend]}")
     with mock.patch.object(build, "units", lambda: units), mock.patch.object(build, "FLAGS", flags):
         return build.build([ARCHITECTURE])
 
@@ -33,16 +36,28 @@ def build_library(backend: str) -> Path:
 def use(backend: str, index: int = 0) -> None:
     """From now on calls on cuda:`index` run on this backend."""
     library._by_device[index] = library._open(str(build_library(backend))), CAPABILITY
-    library._workspace_sizes.clear()
+    PLANS.clear()
+    sums_in_fp16(index, backend == "mma_split")
+
+
+def sums_in_fp16(index: int, on: bool) -> None:
+    """Whether calls on cuda:`index` ask for sums of P V in fp16."""
+    pairs = {(index, pv) for pv in library.PV}
+    library.sums_in_fp16.difference_update(pairs)
+    if on:
+        library.sums_in_fp16.update(pairs)
+    PLANS.clear()
 
 
 @contextlib.contextmanager
 def on(backend: str, index: int = 0) -> Iterator[None]:
     """Calls on cuda:`index` run on this backend inside."""
-    before = library.of_device(index)
+    before, sums = library.of_device(index), set(library.sums_in_fp16)
     use(backend, index)
     try:
         yield
     finally:
         library._by_device[index] = before
-        library._workspace_sizes.clear()
+        library.sums_in_fp16.clear()
+        library.sums_in_fp16.update(sums)
+        PLANS.clear()

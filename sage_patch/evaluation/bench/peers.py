@@ -1,4 +1,5 @@
-"""Other attention kernels for the benchmark: torch SDPA's backends, FlashAttention-3, cuDNN FP8, where installed.
+"""Other attention kernels for the benchmark: torch SDPA's backends, FlashAttention-3, cuDNN FP8, SageAttention, where
+installed.
 
 A peer is made for one set of tensors, query [B, Hq, q_len, D], key and value [B, Hkv, kv_len, D] in bf16 or fp16, and
 gives a function that runs it once and returns its output as an HND view. What a peer needs beside the kernel itself
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_patch.errors import SagePatchError
+from sage_patch.kernels import fa3
 
 Run = Callable[[], Tensor]
 Maker = Callable[[Tensor, Tensor, Tensor, bool], Run]
@@ -45,9 +47,9 @@ def _sdpa(backend: str, query: Tensor, key: Tensor, value: Tensor, is_causal: bo
 def _fa3(fp8: bool, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Run:
     """FlashAttention-3 of the package fa3-fwd; in FP8 with scales of 1, on inputs that are already E4M3."""
     try:
-        import fa3_fwd_interface as fa3
-    except ImportError:
-        raise PeerMissing("fa3-fwd is not installed (pip install fa3-fwd)") from None
+        flash_attn_func = fa3.find().attend
+    except fa3.Fa3Missing as error:
+        raise PeerMissing(str(error)) from None
     tensors = [x.transpose(1, 2).contiguous() for x in (query, key, value)]
     options: dict[str, Any] = {"causal": is_causal}
     if fp8:
@@ -56,8 +58,21 @@ def _fa3(fp8: bool, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) 
         options |= {"q_descale": scale, "k_descale": scale, "v_descale": scale}
 
     def run() -> Tensor:
-        out = fa3.flash_attn_func(*tensors, **options)
+        out = flash_attn_func(*tensors, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return run
+
+
+def _sage(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Run:
+    """The SageAttention package of its authors, whose function chooses the kernel for the card; the whole call."""
+    try:
+        from sageattention import sageattn
+    except ImportError:
+        raise PeerMissing("sageattention is not installed (its authors' repository says how it is built)") from None
+
+    def run() -> Tensor:
+        return sageattn(query, key, value, tensor_layout="HND", is_causal=is_causal)
 
     return run
 
@@ -108,8 +123,11 @@ PEERS: dict[str, Maker] = {
     "sdpa_default": partial(_sdpa, ""),
     "sdpa_cudnn": partial(_sdpa, "CUDNN_ATTENTION"),
     "sdpa_fa2": partial(_sdpa, "FLASH_ATTENTION"),
+    "sdpa_efficient": partial(_sdpa, "EFFICIENT_ATTENTION"),
     "fa3_bf16": partial(_fa3, False),
     "fa3_fp8_kernel": partial(_fa3, True),
     "cudnn_fp8_kernel": _cudnn_fp8,
+    "sage_upstream": _sage,
 }
-PACKAGES = ("torch", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
+BURST_ONLY = ("sdpa_fa2", "sdpa_efficient")  # far from the fastest of torch's own: not worth the seconds
+PACKAGES = ("torch", "triton", "fa3-fwd", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13", "sageattention")

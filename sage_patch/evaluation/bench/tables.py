@@ -7,44 +7,64 @@ from pathlib import Path
 from typing import Any
 
 from sage_patch.errors import SagePatchError
+from sage_patch.evaluation.bench.gate import describe
 from sage_patch.evaluation.tables import Table, plain, write_whole
-from sage_patch.kernels.crossover import Card
+from sage_patch.kernels.crossover import NEVER, PARTS, Card, look_up
 
-# Column of a row -> (heading, what the plot calls it).
+# Column of a row -> (heading, what the plot calls it). Variants of our recipes stand behind their own, by their column.
 COLUMNS = {
     "sage2_op": ("ours, op", "FP8 PV, whole call"),
     "sage2_kernel": ("kernel", "FP8 PV, kernel"),
     "sage2_pv_fp16_op": ("FP16 PV, op", "FP16 PV, whole call"),
-    "sage2_pv_fp16_kernel": ("kernel ", "FP16 PV, kernel"),
+    "sage2_pv_fp16_kernel": ("FP16 PV, kernel", "FP16 PV, kernel"),
     "fa3_fp8_kernel": ("FA3 FP8 kernel", "FA3 FP8, kernel"),
     "cudnn_fp8_kernel": ("cuDNN FP8 kernel", "cuDNN FP8, kernel"),
+    "sage_upstream": ("SageAttention, its authors'", "SageAttention, its authors'"),
     "fa3_bf16": ("FA3 bf16", "FA3 bf16"),
     "sdpa_cudnn": ("SDPA cuDNN", "SDPA cuDNN"),
     "sdpa_fa2": ("SDPA FA2", "SDPA FA2"),
+    "sdpa_efficient": ("SDPA efficient", "SDPA efficient"),
     "sdpa_default": ("SDPA default", "SDPA default"),
 }
-ERRORS = {"sage2_op": "rel L1", "sage2_pv_fp16_op": "rel L1, FP16 PV", "fa3_fp8_kernel": "rel L1, FA3 FP8"}
 
 
 class PlotError(SagePatchError, ValueError):
     """The plot cannot be drawn; the message says what to install."""
 
 
+def columns_of(result: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """COLUMNS with the variants of our recipes that were measured."""
+    found = {name for row in result["rows"] for name in (*row, *row.get("burst", {}))}
+    ours = {c for c in found if c.startswith("sage2") and c.endswith(("_op", "_kernel"))} - set(COLUMNS)
+    variants = {c: (c.removeprefix("sage2_").replace("_", " "),) * 2 for c in sorted(ours)}
+    ends = list(COLUMNS).index("fa3_fp8_kernel")
+    items = list(COLUMNS.items())
+    return dict([*items[:ends], *variants.items(), *items[ends:]])
+
+
 def bench_tables(result: dict[str, Any]) -> list[Table]:
-    """TOPS by shape, the host's cost of a call, and what could not run."""
-    rows = sorted(result["rows"], key=lambda r: (-r["head_dim"], r["is_causal"], r["q_len"]))
-    lines = [(_shape(row), *(_number(row.get(c)) for c in COLUMNS), *(_error(row, c) for c in ERRORS)) for row in rows]
+    """TOPS by shape, errors, clock and power, the host's cost of a call, and what could not run."""
+    rows, columns = sorted(result["rows"], key=_order), columns_of(result)
     facts = result["environment"]
+    how = "Sustained / burst: the second half of 1.5 s of calls, and 20 calls after half a second of rest"
+    if all("burst" not in row for row in rows):
+        how = "Recorded in short blocks that followed one another"
     note = (
         f"{facts['device']}, driver {facts['driver']}, {facts['power_limit']}, CUDA {facts['cuda']}; "
         + ", ".join(f"{name} {v}" for name, v in facts["packages"].items() if v)
-        + f"; {facts['date']}. op: the whole call from bf16 tensors to the output; kernel: the attention launch alone, "
-        "on inputs that are already quantized. rel L1: relative L1 error against float64."
+        + f"; {facts['date']}. {how}. op: the whole call from bf16 tensors to the output; kernel: the attention launch "
+        "alone, on inputs that are already quantized."
     )
     if result.get("cut_short"):
-        note += f" Cut short by --seconds: {result['cut_short']}."
-    heads = ("<D, mask, tokens", *(h.strip() for h, _ in COLUMNS.values()), *ERRORS.values())
-    found = [Table("TOPS = 4 B H q kv D / t, halved for causal", heads, tuple(lines), note)]
+        note += f" Cut short by --budget: {result['cut_short']}."
+    heads = ("<D, mask, tokens", *(h for h, _ in columns.values()))
+    lines = tuple((_shape(row), *(speed(row, c) for c in columns)) for row in rows)
+    found = [Table("TOPS = 4 B H q kv D / t, halved for causal", heads, lines, note)]
+    wrong = tuple((_shape(row), *(error(row, c) for c in columns)) for row in rows)
+    found.append(Table("Relative L1 error against float64", heads, wrong))
+    if any(row.get("card") for row in rows):
+        read = tuple((_shape(row), *(_card(row, c) for c in columns)) for row in rows)
+        found.append(Table("Clock and power while sustained, MHz / W", heads, read))
     cost = result.get("host_us_per_call") or {}
     if cost:
         cells = tuple((name, f"{us:.1f}") for name, us in cost.items())
@@ -58,12 +78,16 @@ def bench_tables(result: dict[str, Any]) -> list[Table]:
 def crossover_table(name: str, card: Card) -> Table:
     """The break-even lengths of one card."""
     lines = [
-        (head_dim, mask, recipe, "never" if length is None else str(length))
-        for head_dim, modes in card["head_dims"].items()
-        for mask, lengths in modes.items()
-        for recipe, length in lengths.items()
+        (head_dim, mask, recipe, backend, str(heads), "never" if length == NEVER else str(length))
+        for backend, part in PARTS.items()
+        if part in card
+        for head_dim in card[part]
+        for mask in ("full", "causal")
+        for recipe, points in look_up(card, int(head_dim), mask == "causal", backend)  # type: ignore[arg-type]
+        for heads, length in points
     ]
-    return Table(f"Break-even lengths of {name}", ("head_dim", "<mask", "<recipe", "tokens"), tuple(lines))
+    columns = ("head_dim", "<mask", "<recipe", "<exact backend", "batch x heads", "tokens")
+    return Table(f"Break-even lengths of {name}", columns, tuple(lines))
 
 
 def write_bench(folder: Path, result: dict[str, Any], plot: bool = True) -> list[Path]:
@@ -93,12 +117,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
     panels = sorted({(r["head_dim"], r["is_causal"]) for r in result["rows"]}, key=lambda p: (-p[0], p[1]))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False, sharey=True)
     for axis, (head_dim, causal) in zip(axes[0], panels, strict=True):
-        for color, (column, (_, label)) in enumerate(COLUMNS.items()):
-            points = sorted(
-                (r["kv_len"], r[column])
-                for r in result["rows"]
+        for color, (column, (_, label)) in enumerate(columns_of(result).items()):
+            # of several rows of one length the first: the most important one
+            by_length = {
+                r["kv_len"]: r[column]
+                for r in reversed(result["rows"])
                 if (r["head_dim"], r["is_causal"]) == (head_dim, causal) and r.get(column)
-            )
+            }
+            points = sorted(by_length.items())
             if points:
                 style = "--" if column.endswith("_kernel") else "-"
                 axis.plot(*zip(*points, strict=True), style, color=f"C{color}", marker=".", label=label)
@@ -117,14 +143,30 @@ def draw(result: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def _order(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Shapes of a table that differ in their length alone stand together."""
+    heads = row["num_heads"], row["num_kv_heads"], row["batch"] if "burst" in row else 0
+    return row.get("name", ""), -row["head_dim"], row["is_causal"], *heads, row["q_len"]
+
+
 def _shape(row: dict[str, Any]) -> str:
-    return f"{row['head_dim']} {'causal' if row['is_causal'] else 'full'} {row['q_len']}"
+    """With the heads, but for rows recorded before there were several of a length."""
+    return describe(row) if "burst" in row else describe(row).partition(",")[0]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+def speed(row: dict[str, Any], column: str) -> str:
+    """ "885 / 924": sustained and as a burst, of whichever there is."""
+    sustained, burst = row.get(column), row.get("burst", {}).get(column)
+    if burst is None:
+        return "" if sustained is None else f"{sustained:.0f}"
+    return f"{'-' if sustained is None else f'{sustained:.0f}'} / {burst:.0f}"
 
 
-def _error(row: dict[str, Any], column: str) -> str:
+def _card(row: dict[str, Any], column: str) -> str:
+    read = (row.get("card", {}).get(column) or {}).get("sustained")
+    return f"{read['clock_mhz']:.0f} / {read['power_w']:.0f}" if read else ""
+
+
+def error(row: dict[str, Any], column: str) -> str:
     found = row.get("errors", {}).get(column)
     return f"{found['rel_l1']:.4f}" if found else ""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from sage_patch.backends import named
+from sage_patch.cards import model as card_model
+from sage_patch.cards import table as cards
 from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.calibration.score import ALL, Bucket, Group
 from sage_patch.kernels import ops
@@ -58,14 +60,42 @@ COST_MODELS = {
 
 
 def cost_model(card: str, device: torch.device) -> CostModel:
-    """The cost model of a card by name; "auto" is that of the GPU the model runs on, and "ada" on a CPU, because its
-    ladder has every rung. Raises ChoiceError for an unknown card."""
+    """The cost model of a card by name: one of COST_MODELS, or any card of the table (cards/), whose is predicted.
+
+    "auto" is that of the GPU the model runs on, and "hopper", which is measured, on a CPU and on cards without a
+    prediction. Raises ChoiceError for an unknown card.
+    """
     if card == "auto":
-        backend = named(ops.backend_for(device))
-        card = "ada" if backend is None else backend.card
-    if card not in COST_MODELS:
-        raise ChoiceError(f"--card {card}: unknown{nearest(card, COST_MODELS)}")
-    return COST_MODELS[card]
+        row = named(ops.backend_for(device))
+        if row is not None and row.card:
+            card = row.card
+        elif device.type == "cuda" and row is not None:
+            found = cards.find(torch.cuda.get_device_name(device))
+            return (predicted(found) if found is not None else None) or COST_MODELS["hopper"]
+        else:
+            card = "hopper"
+    if card in COST_MODELS:
+        return COST_MODELS[card]
+    found = cards.find(card)
+    if found is None:
+        raise ChoiceError(f"--card {card}: unknown{nearest(card, [*COST_MODELS, *(c.name for c in cards.cards())])}")
+    model = COST_MODELS["hopper"] if found.capability == (9, 0) else predicted(found)
+    if model is None:
+        raise ChoiceError(
+            f"--card {card}: no kernels run on a {found.name}, or nothing is predicted for it (sage-patch plan --card)"
+        )
+    return model
+
+
+def predicted(card: cards.Card) -> CostModel | None:
+    """By the card model, for head_dim 128 and 16,384 tokens; None for a card that it does not know. Recipes that gain
+    nothing there stay off the ladder by their cost; INT4 is not predicted."""
+    found = {name: card_model.gain(card, 128, recipe, 16384) for name, recipe in RECIPES.items()}
+    relative = {name: round(1 / gain.likely, 3) for name, gain in reversed(found.items()) if gain is not None}
+    if not relative:
+        return None
+    source = f"predicted for a {card.name} by sage_patch's card model, never timed on this card (docs/cards.md)"
+    return CostModel(card.name, relative | {EXACT: 1.0}, source)
 
 
 def cost(groups: Iterable[Group], choice: Choice, model: CostModel) -> float:

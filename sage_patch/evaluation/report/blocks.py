@@ -145,15 +145,25 @@ class Tile:
     colours: int
 
 
-Block = str | Grid | Scatter | Bars | Channels | Maps | Tile
+@dataclass(frozen=True)
+class Picture:
+    """A PNG that the page carries. title: the name of its file."""
+
+    title: str
+    data: bytes
+
+
+Block = str | Picture | Grid | Scatter | Bars | Channels | Maps | Tile
 
 
 @dataclass(frozen=True)
 class Section:
-    """conditions: card, versions and command of what is shown. Blocks in a list of their own stand side by side."""
+    """conditions: card, versions and command of what is shown. Blocks in a list of their own stand side by side.
+    folded: closed until somebody opens it."""
 
     name: str
     title: str
     words: str
     blocks: Sequence[Block | Sequence[Block]] = field(default_factory=tuple)
     conditions: str = ""
+    folded: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from sage_patch.evaluation.report.blocks import Grid, Node, Section
 from sage_patch.evaluation.report.calibration import calibration
 from sage_patch.evaluation.report.page import html_page, markdown_page
 from sage_patch.evaluation.report.quality import frontier, quality
+from sage_patch.evaluation.report.summary import drawn, summary
 from sage_patch.evaluation.tables import write_whole
 from sage_patch.policy import Policy
 
@@ -31,6 +32,7 @@ KINDS = {
     "bench": "bench.json",
     "models": "times of whole models",
     "policy": "a policy (YAML)",
+    "picture": "a sheet of pictures (PNG)",
 }
 
 
@@ -74,8 +76,9 @@ def _sources(files: Sequence[Path], policies: Mapping[Path, Policy]) -> list[Sou
         if name in names:
             raise ReportError(f"{path}: another file has this name in a folder of this name; rename one of them")
         names.add(name)
-        value = _plain(policies[path]) if path in policies else _json(path, raw)
-        kind = "policy" if path in policies else _kind(path, value)
+        is_picture = raw.startswith(b"\x89PNG\r\n")
+        value = _plain(policies[path]) if path in policies else raw if is_picture else _json(path, raw)
+        kind = "policy" if path in policies else "picture" if is_picture else _kind(path, value)
         found.append((kind, Node(name, "", value), path, hashlib.sha256(raw).hexdigest()))
     return found
 
@@ -124,10 +127,14 @@ def _kind(path: Path, value: Any) -> str:
 
 def _sections(sources: list[Source], command: str) -> list[Section]:
     of = {kind: [node for k, node, _, _ in sources if k == kind] for kind in KINDS}
-    sections = [
-        *quality(of["run"]),
-        *frontier(of["bench"], of["models"], of["run"]),
+    first = [
+        *summary(of["models"], of["run"]),
+        *drawn([(node.file, node.value) for node in of["picture"]]),
         *show.accounting(of["bench"], of["models"]),
+        *frontier(of["bench"], of["models"], of["run"]),
+    ]
+    rest = [
+        *quality(of["run"]),
         *calibration(of["calibrate"]),
         *show.error_map([*of["calibrate"], *of["run"]], of["ablation"]),
         *show.sites([*of["calibrate"], *of["run"]], of["policy"]),
@@ -140,4 +147,5 @@ def _sections(sources: list[Source], command: str) -> list[Section]:
         f"Made by `{command}`."
     )
     grid = Grid("", ("<file", "<what", "<sha256, begins"), lines)
-    return [*sections, Section("sources", "Where the numbers come from", words, [grid])]
+    rest.append(Section("sources", "Where the numbers come from", words, [grid]))
+    return [*first, *(replace(section, folded=bool(first)) for section in rest)]

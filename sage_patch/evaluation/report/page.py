@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from importlib import resources
 from string import Template
 
 from sage_patch.evaluation.report import charts
-from sage_patch.evaluation.report.blocks import Bars, Block, Cell, Channels, Grid, Maps, Scatter, Section, Tile
+from sage_patch.evaluation.report.blocks import Bars, Block, Cell, Channels, Grid, Maps, Picture, Scatter, Section, Tile
 from sage_patch.evaluation.tables import Table
 
 
@@ -35,7 +36,10 @@ def markdown_page(title: str, lead: str, sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> str:
-    parts = [f'<section id="{section.name}">', f"<h2>{escape(section.title)}</h2>", f"<p>{_inline(section.words)}</p>"]
+    head, tail = f"<h2>{escape(section.title)}</h2>", "</section>"
+    if section.folded:
+        head, tail = f"<details><summary>{head}</summary>", "</details></section>"
+    parts = [f'<section id="{section.name}">', head, f"<p>{_inline(section.words)}</p>"]
     for block in section.blocks:
         if isinstance(block, (list, tuple)):
             side_by_side = "row pairs" if len(block) == 4 else "row"
@@ -43,7 +47,7 @@ def _section(section: Section) -> str:
         else:
             parts.append(_in_html(block))  # type: ignore[arg-type]
     parts += [f'<p class="conditions">{_inline(section.conditions)}</p>'] if section.conditions else []
-    return "\n".join([*parts, "</section>"])
+    return "\n".join([*parts, tail])
 
 
 def _in_html(block: Block) -> str:
@@ -51,6 +55,12 @@ def _in_html(block: Block) -> str:
         return f"<p>{_inline(block)}</p>"
     if isinstance(block, Grid):
         return _grid(block)
+    if isinstance(block, Picture):
+        data = base64.b64encode(block.data).decode()
+        return (
+            f"<figure><figcaption>{_inline(block.title)}</figcaption>"
+            f'<img class="sheet" alt="{escape(block.title)}" src="data:image/png;base64,{data}"></figure>'
+        )
     if isinstance(block, Maps):
         drawn = [
             f"<figure><figcaption>{escape(label)}</figcaption>"
@@ -117,7 +127,7 @@ def _in_markdown(block: Block) -> str:
             (label, f"{max(n.value):.4g}", f"{sum(n.value) / len(n.value):.4g}") for label, _, n in block.lines
         )
         return _markdown_table(block.title, ("<", f"{block.y_label}, largest channel", "mean channel"), rows)
-    return ""  # maps and tiles are pictures; their numbers stand in the tables beside them
+    return ""  # maps, tiles and sheets are pictures; their numbers stand in the tables beside them
 
 
 def _markdown_table(title: str, columns: tuple[str, ...], rows: tuple[tuple[Cell, ...], ...], note: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sage_patch.evaluation.report.blocks import (
@@ -35,8 +36,10 @@ def quality(runs: list[Node]) -> list[Section]:
         wanted = tuple(f for f in figures if any(r["metrics"].get(f.key) for r in rows))
         missing = {f.name: why for f in figures if (why := rows[0].value["unavailable"].get(f.key))}
         note = notes(wanted) + "".join(f" {name} is unavailable: {why}." for name, why in missing.items())
-        lines: list[tuple[Cell, ...]] = [("unpatched", *[None] * len(wanted), *_times(run["unpatched"]))]
-        lines += [(name_of(row), *(_figure(row, f) for f in wanted), *_times(row)) for row in rows]
+        # What the CPU backend takes says nothing about speed.
+        times: Callable[[Node], tuple[Cell, ...]] = (lambda row: (None,) * 3) if is_on_reference(run) else _times
+        lines: list[tuple[Cell, ...]] = [("unpatched", *[None] * len(wanted), *times(run["unpatched"]))]
+        lines += [(name_of(row), *(figure(row, f) for f in wanted), *times(row)) for row in rows]
         columns = ("<measured", *(f.heading for f in wanted), "attention, s", "seconds", "time, to unpatched")
         blocks.append(full_grid(title_of(run), columns, lines, note))
         if run.get("needle"):
@@ -45,7 +48,7 @@ def quality(runs: list[Node]) -> list[Section]:
         bars = tuple(
             Bar(name_of(row).replace("`", ""), row["recipe"].value, number)
             for row in rows
-            if isinstance(number := _figure(row, main), Traced)
+            if isinstance(number := figure(row, main), Traced)
         )
         what = f"{main.name}, {'more' if main.more else 'less'} is better"
         charts.append(Bars(f"{title_of(run)}: {what}", f" {main.unit}", bars))
@@ -53,10 +56,10 @@ def quality(runs: list[Node]) -> list[Section]:
         "Each measured policy against the same model unpatched, with equal inputs and seeds. `policy` is the run's "
         "own; the others are one recipe at every site."
     )
-    if any(_on_reference(run) for run in runs):
+    if any(is_on_reference(run) for run in runs):
         words += (
             " The quantized calls of these runs were computed by the reference backend in plain PyTorch: the numerics "
-            "are the kernels', but the seconds say nothing about speed."
+            "are the kernels', and their seconds, which say nothing about speed, are left out."
         )
     return [section("quality", "What each rung costs in quality", words, [charts, *blocks], runs)] if runs else []
 
@@ -66,7 +69,7 @@ def frontier(benches: list[Node], models: list[Node], runs: list[Node]) -> list[
     charts: list[Block] = []
     wholes: list[Block] = []
     for bench in benches:
-        cases = list(bench["rows"])
+        cases = [row for row in bench["rows"] if row.get("sdpa_default")]
         for head_dim, causal in sorted({(r["head_dim"].value, r["is_causal"].value) for r in cases}, reverse=True):
             same = [r for r in cases if (r["head_dim"].value, r["is_causal"].value) == (head_dim, causal)]
             row = max(same, key=lambda r: r["kv_len"].value)
@@ -107,11 +110,11 @@ def frontier(benches: list[Node], models: list[Node], runs: list[Node]) -> list[
     return [section("frontier", "Speed against error", words, rows, [*benches, *models, *timed])] if rows else []
 
 
-def _figure(row: Node, figure: Figure) -> Cell:
+def figure(row: Node, figure: Figure) -> Cell:
     return number_of(row["metrics"].get(figure.key), figure.spec)
 
 
-def _on_reference(run: Node) -> bool:
+def is_on_reference(run: Node) -> bool:
     return any(c["backend"] == "reference" for row in run["rows"] for c in row["calls"].value)
 
 
@@ -143,11 +146,11 @@ def _needle(run: Node) -> Grid:
 
 def _speed_points(run: Node) -> list[Point]:
     """Speed against the first figure of each measured row; none where the reference backend computed, or untimed."""
-    if _on_reference(run):
+    if is_on_reference(run):
         return []
     points = []
     for row in run["rows"]:
-        own, base, y = row.get("fastest"), row.get("baseline_fastest"), _figure(row, of_kind(run["kind"].value)[0])
+        own, base, y = row.get("fastest"), row.get("baseline_fastest"), figure(row, of_kind(run["kind"].value)[0])
         if own is not None and base is not None and isinstance(y, Traced):
             speed = derived("ratio", ".2f", base["seconds"], own["seconds"])
             points.append(Point(name_of(row).replace("`", ""), row["recipe"].value, speed, y))

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sage_patch.reference.emulator import exponent
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.accumulator import FP16, product
 from sage_patch.reference.emulator.float32 import e4m3_code, e4m3_value, exp2, exp2_band, fma, to_half
@@ -59,6 +60,7 @@ class Stages:
     scores: Tensor  # int32 [batch, heads, q_len, n]
     steps: Tensor  # float32 [batch, heads, q_len, n]: log2 units of one integer
     logits: Logits | None  # where softcap, an additive mask, INT4 or Q's mean take the place of scores * steps
+    by_bits: Tensor  # bool [batch, heads, q_len, tiles]: P of the tile is formed by exponent.py
     m: Tensor  # float32 [batch, heads, q_len, tiles]: reference exponent after each tile, P = 2^(x - m)
     p: Tensor  # uint8 E4M3 codes or float16 [batch, heads, q_len, n]
     p_low: Tensor  # the same from the lower end of the exponential's band
@@ -83,6 +85,7 @@ def emulate(
     smooth_v: bool = True,
     smooth_q: bool | None = None,
     rotated: bool = False,
+    exp: str = "exact",
     attn_mask: Tensor | None = None,
     key_padding: Tensor | None = None,
     kv_starts: Sequence[int] | None = None,
@@ -92,8 +95,8 @@ def emulate(
     sinks: Tensor | None = None,
 ) -> Stages:
     """query [batch, heads, q_len, head_dim], key and value [batch, kv_heads, kv_len, head_dim], float16 or bfloat16,
-    head_dim <= 256 (INT4, smooth_q: 128); recipe: a name, with smooth_q and rotated to change it; the other arguments
-    as in Args. Sequences laid end to end: `sequences`."""
+    head_dim <= 256 (INT4, smooth_q: 128); recipe: a name, with smooth_q, rotated and exp to change it; the other
+    arguments as in Args. Sequences laid end to end: `sequences`."""
     query, key, value = query.cpu(), key.cpu(), value.cpu()
     batch, heads, q_len, d = query.shape
     kv_heads, kv_len = key.shape[1:3]
@@ -131,6 +134,12 @@ def emulate(
     p, p_low, p_high = (
         probabilities(x, scores, fp16) for x in (exp2(exponents), exp2_band(low)[0], exp2_band(high)[1])
     )
+    by_bits = torch.zeros(m.shape, dtype=torch.bool)
+    if exp != "exact" and not fp16 and tiles:
+        reach = exponent.reaches(queries.q, queries.scale)
+        by_bits = seen.whole & exponent.near_tiles(scores, steps, m, reach, per_head(images.k_scale))
+        by_bits = by_bits if changed is None else by_bits & ~changed.used
+        p, p_low, p_high = (replace_by_bits(x, by_bits, scores, steps, m, exp) for x in (p, p_low, p_high))
     if fp16:
         unrounded = torch.where(scores == HIDDEN, 0.0, exp2(exponents))
         t = accumulate_fp16(p, unrounded, v, factors)
@@ -143,7 +152,7 @@ def emulate(
     out, lse = finish(total, m, *vectors, queries.dot, sinks, softcap)
     out = out[..., :d]
     return Stages(
-        images, queries, seen.walked, seen.visible, scores, steps, changed, m, p, p_low, p_high, t,
+        images, queries, seen.walked, seen.visible, scores, steps, changed, by_bits, m, p, p_low, p_high, t,
         out, to_half(out, query.dtype), lse,
     )  # fmt: skip
 
@@ -219,6 +228,11 @@ def probabilities(p: Tensor, scores: Tensor, fp16: bool) -> Tensor:
     """float32 2^(x - m) -> the operand of the second product, hidden keys zero."""
     p = torch.where(scores == HIDDEN, 0.0, p)
     return to_half(p, torch.float16) if fp16 else e4m3_code(p)
+
+
+def replace_by_bits(p: Tensor, by_bits: Tensor, scores: Tensor, steps: Tensor, m: Tensor, exp: str) -> Tensor:
+    """P with the tiles that are formed by exponent.py."""
+    return torch.where(by_bits.repeat_interleave(ti.TILE_TOKENS, -1), exponent.codes(scores, steps, m, exp), p)
 
 
 def partial_sums_fp8(p: Tensor, v: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class Pattern:
 
     visible: Tensor  # bool [batch, heads, q_len, n]: the row sees the key
     walked: Tensor  # bool [batch, heads, q_len, tiles]: a row of the same group of 64 sees some key of the tile
+    whole: Tensor  # bool [batch, heads, q_len, tiles]: all rows of the group see all keys of the tile
     biased: Tensor  # bool [batch, heads, q_len, tiles]: an additive mask is added in this tile
     bias: Tensor | None  # float32 [batch, heads, q_len, n], natural units
     seen: Tensor | None  # bool [batch, kv_len]: some row sees the key; None where the kernel does not look (no mask)
@@ -87,11 +88,12 @@ def pattern(
             bias = torch.nn.functional.pad(mask.float(), behind)
             plain = bias == 0
     walked = _any_of_group(visible.unflatten(-1, (tiles, ti.TILE_TOKENS)).any(-1))
+    whole = ~_any_of_group(~visible.unflatten(-1, (tiles, ti.TILE_TOKENS)).all(-1))
     biased = torch.zeros_like(walked)
     if bias is not None:  # a tile that all its rows see whole and to which only zeros are added keeps integer scores
         touched = ~(visible & plain)
         biased = walked & _any_of_group(touched.unflatten(-1, (tiles, ti.TILE_TOKENS)).any(-1))
-    return Pattern(visible, walked, biased, bias, seen)
+    return Pattern(visible, walked, whole, biased, bias, seen)
 
 
 def _any_of_group(x: Tensor) -> Tensor:

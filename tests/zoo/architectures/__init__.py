@@ -54,10 +54,11 @@ class Architecture:
             return cls._from_config(cls.config_class(**self.config))
 
     def group_of(self, site_name: str) -> dict[str, Any]:
-        """The entry of `sites` that holds a site; its name may carry the component's prefix. Exactly one must."""
+        """The entry of `sites` that holds a site; its name may carry the component's prefix. Exactly one glob must:
+        entries of one glob differ in head_dim alone."""
         part, _, rest = site_name.partition(".")
         name = rest if part in self.parts else site_name
-        (group,) = [g for g in self.sites if fnmatch.fnmatchcase(name, g["match"])]
+        (group,) = {g["match"]: g for g in self.sites if fnmatch.fnmatchcase(name, g["match"])}.values()
         return group
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import importlib
 
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
@@ -80,7 +80,7 @@ def _parts(family: Family) -> list[type]:
     """The model class and the classes that the auto mapping knows for its sub configurations."""
     configs = [tiny_config(family.name, dict(family.overrides), family.config_class)]
     for config in configs:
-        configs += [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+        configs += [part for part in vars(config).values() if isinstance(part, PretrainedConfig)]
     found = [family.model_class]
     for config in configs[1:]:
         with contextlib.suppress(KeyError, ValueError):  # not every sub configuration has a class of its own

@@ -1,0 +1,10 @@
+// The attention kernels of changed logits with the exponent kDuo (exponent.cuh), for the tiles of int32 scores among them.
+// Architectures: 90a
+#include "fwd_sm90.cuh"
+
+namespace sage2 {
+
+template cudaError_t load_family_sm90<kAdjusted, kDuo>();
+template cudaError_t launch_family_sm90<kAdjusted, kDuo>(Params &, int, bool, cudaStream_t);
+
+}  // namespace sage2
