@@ -1,5 +1,5 @@
-"""The pre-processing's machine code, without a card: the loops over whole blocks read every row 16 bytes at a time, write
-whole words and are no longer than they were. That nothing spills, the build says.
+"""The pre-processing's machine code, without a card: the loops over whole blocks read every row 16 bytes at a time,
+write whole words and are no longer than they were. That nothing spills, the build says.
 """
 
 from __future__ import annotations
