@@ -79,7 +79,7 @@ SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uin
   const Span span = span_of(h, rank, items);
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
-  RowShare<DIM, MODE> share;
+  RowShare<DIM, MODE> share(threadIdx.x);
   if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
                                                  rank == 0, head, 0);
@@ -126,7 +126,7 @@ template<int DIM, int STRIDE, bool FP16, Mode MODE>
 SAGE2_DEV void quantize_values(const Params &p, VRange range, int items, uint8_t *smem) {
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   uint8_t *const images = (uint8_t *)(&vectors + 1);
-  typename Share<DIM, FP16, MODE>::type share;
+  typename Share<DIM, FP16, MODE>::type share(threadIdx.x);
   {
     const Work work = work_of(p, items);
     const Head h = head_of(p, work.head);

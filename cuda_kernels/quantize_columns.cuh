@@ -19,8 +19,8 @@ template<int DIM, Mode MODE> struct ColumnShare {
   int token, channel;    // the first of each
   float worst = 0.f;     // the largest scaled value
 
-  SAGE2_DEV ColumnShare() {
-    const int tid = thread_index(), lane = tid % 32, word = tid / 32 % 4 * 8 + lane / 4;
+  SAGE2_DEV explicit ColumnShare(int tid) {
+    const int lane = tid % 32, word = tid / 32 % 4 * 8 + lane / 4;
     token = word / 4 * 16 + word % 4 * 2;
     channel = lane % 4 * 8;
     #pragma unroll

@@ -58,7 +58,7 @@ SAGE2_DEV void repair_values(const Params &p, const Head &h, int head, int part,
   __syncthreads();
   constexpr int kTeams = kRepairThreads / kThreads;
   const int blocks = (h.keys + kTileTokens - 1) / kTileTokens;
-  typename Share<DIM, FP16, kAny>::type share;
+  typename Share<DIM, FP16, kAny>::type share(thread_index());  // not kept from head to head
   #pragma unroll 1
   for (int block = threadIdx.x / kThreads; block < blocks; block += kTeams) {
     uint8_t *const image = value_image<DIM, FP16>(p, h, part, block);

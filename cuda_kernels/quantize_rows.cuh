@@ -18,8 +18,8 @@ template<int DIM, Mode MODE> struct RowShare {
   int token, channel;  // of x[0]
   float worst = 0.f;   // the largest scaled value of V
 
-  SAGE2_DEV RowShare() {
-    const int tid = thread_index(), lane = tid % 32, row = lane / kLanes;
+  SAGE2_DEV explicit RowShare(int tid) {
+    const int lane = tid % 32, row = lane / kLanes;
     token = row / 2 * 8 + tid / 32 % kScaleGroups * 2 + row % 2;
     channel = lane % kLanes * 8;
     #pragma unroll
