@@ -28,8 +28,8 @@ template<bool PACKED> cudaError_t forward(Params &p, int, bool, cudaStream_t str
 }  // namespace
 
 extern const Backend mma, mma_int4;
-const Backend mma = {load,    rows,    prepare<false>, forward<false>, nullptr, nullptr,
-                     nullptr, nullptr, nullptr,        256,            false,   true};
+const Backend mma = {load,  rows, prepare<false>, forward<false>, nullptr, nullptr, nullptr, nullptr, nullptr, 256,
+                     false, true};
 const Backend mma_int4 = {load,    rows,    prepare<true>, forward<true>, nullptr, nullptr,
                           nullptr, nullptr, nullptr,       256,           false,   true};
 

@@ -18,9 +18,9 @@ template<int DIM, Mode MODE> struct RowShare {
   int token, channel;  // of x[0]
   float worst = 0.f;   // the largest scaled value of V
 
-  SAGE2_DEV RowShare() {
-    const int lane = threadIdx.x % 32, row = lane / kLanes;
-    token = row / 2 * 8 + (int)threadIdx.x / 32 % kScaleGroups * 2 + row % 2;
+  SAGE2_DEV explicit RowShare(int tid) {
+    const int lane = tid % 32, row = lane / kLanes;
+    token = row / 2 * 8 + tid / 32 % kScaleGroups * 2 + row % 2;
     channel = lane % kLanes * 8;
     #pragma unroll
     for (int i = 0; i < kLoads; i++) x[i] = make_uint4(0, 0, 0, 0);
@@ -93,7 +93,8 @@ template<int DIM, Mode MODE> struct RowShare {
     const int group = threadIdx.x / 32 % kScaleGroups;
     if (threadIdx.x % 32 == 0) p.images.k_scale[image * kScaleGroups + group] = s8.scale;
     constexpr int kPitch = DIM > 128 ? 128 : DIM;  // bytes of a row
-    const int at = k_offset(token, channel, DIM), odd = kAtOnce > 1 ? 0 : k_offset(token + 1, channel, DIM) - kPitch - at;
+    const int at = k_offset(token, channel, DIM),
+              odd = kAtOnce > 1 ? 0 : k_offset(token + 1, channel, DIM) - kPitch - at;
     uint8_t *const out = p.images.k + image * (int64_t)(k_image_bytes(DIM) / (packed ? 2 : 1));
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
@@ -102,16 +103,16 @@ template<int DIM, Mode MODE> struct RowShare {
       centred_keys(p, i, mean, there >> i & 1, f);
       if (packed) *(uint32_t *)(out + k4_offset(token, channel, DIM) + step(i) * (DIM / 2)) = pack_s4(f, s8.inverse);
       else
-        *(uint2 *)(out + at + (i % 2 ? odd : 0) + step(i) * kPitch) = {
-            pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
+        *(uint2 *)(out + at + (i % 2 ? odd : 0) + step(i) * kPitch) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse),
+                                                                       pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
       if (ALL) load(h, rows, i, block + 1, more);
     }
   }
 
   // The same of 16-bit V, which is scaled so that any bf16 fits fp16.
   template<bool ALL>
-  SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, const Vectors<DIM> &of, uint8_t *image, int block,
-                              bool more) {
+  SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, const Vectors<DIM> &of, uint8_t *image,
+                              int block, bool more) {
     const uint32_t there = ALL ? ~0u : present(p, h, block);
     float mean[8], inverse[8];
     load8(of.mean + channel, mean);

@@ -158,9 +158,8 @@ def test_values_beyond_the_sample(library: ctypes.CDLL, dim: int, recipe: str, d
     want = prepare(key, value, [300], dim, recipe == FP16, True)
     found = simulate_prepare(library, key, value, recipe, size=size)
     same_images(found, want, [300] * 4)
-    flagged = found["overflow"].view(4, -1, size).any(-1)
-    assert flagged.any(-1).tolist() == [True, True, False, True]
-    assert want.v_scale[1, dim - 1].isnan() and want.v_scale[0, 3] > 10 * untouched.v_scale[0, 3]
+    assert found["overflow"].view(4, -1).any(-1).tolist() == [True, True, False, True]
+    assert want.v_scale[1, dim - 1].isnan() and want.v_scale[0, 3] > 100 * untouched.v_scale[0, 3]
     changed = want.v_scale.view(torch.int32) != untouched.v_scale.view(torch.int32)
     assert changed.nonzero().tolist() == [[0, 3], [1, dim - 1], [3, 5]]
 
@@ -222,7 +221,6 @@ SHAPE = (2, 1, 150, 333, 128)  # heads, kv heads, rows, keys, channels
 def test_dense(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, product: str, dim: int) -> None:
     if product == "fp8_split":  # V's images reach no further, so that 64 keys * 448 stay inside fp16's range
         monkeypatch.setattr(emulated_prepare, "E4M3_MAX", 2.25)
-        monkeypatch.setattr(emulated_prepare, "V_REACH", 4.0)
     check(library, (*SHAPE[:4], dim), Options(product), f"qk_int8_pv_{product.removesuffix('_split')}")
 
 
