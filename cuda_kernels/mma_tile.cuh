@@ -22,7 +22,8 @@ enum Product {   // the second one, P V
   kPvFp8,        // E4M3, 64 keys summed by the tensor core, folded into O in fp32
   kPvFp8Split    // the same summed in fp16; V's images reach kSplitVMax
 };
-// SMs of sm_86, 89 and 120 have 100 KB of shared memory and hold one CTA of 64 KB, which then has eight warps.
+// SMs of sm_86, 89 and 120 have 100 KB of shared memory and hold one CTA of 64 KB, or two of 33, which then have eight
+// warps each.
 #if defined(SAGE2_SMALL_SM)  // for tests
 constexpr bool kSmallSm = true;
 #elif defined(__CUDA_ARCH__)
@@ -31,7 +32,7 @@ constexpr bool kSmallSm = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA
 constexpr bool kSmallSm = false;
 #endif
 template<int DIM, Product PV, Family FAMILY, bool PACKED, bool SMALL = false> struct MmaConfig {
-  static constexpr bool gets_small = PV == kPvFp16 && FAMILY != kAdjusted && DIM == 128;
+  static constexpr bool gets_small = PV == kPvFp16 && FAMILY != kAdjusted && DIM <= 128;
   typedef MmaConfig<DIM, PV, FAMILY, PACKED, gets_small> Small;             // on small SMs
   typedef MmaConfig<DIM, PV, FAMILY, PACKED, gets_small && kSmallSm> Here;  // on the SM that is being compiled for
   static constexpr int dim = DIM, dv = DIM < 128 ? DIM : 128;               // channels of V and O in one launch

@@ -128,12 +128,13 @@ def test_dense(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, product: s
 
 
 def test_on_small_multiprocessors(tmp_path: Path) -> None:
-    """FP16 P V of 128 channels has eight warps where an SM has 100 KB; dense and masked, with the log-sum-exp."""
+    """FP16 P V has eight warps where an SM has 100 KB; dense and masked, with the log-sum-exp."""
     small = compile_simulator(tmp_path, "-DSAGE2_SMALL_SM")
     if small is None:
         pytest.skip("no C++ compiler")
     check(small, SHAPE, Options("fp16"), "qk_int8_pv_fp16")
     check(small, (1, 1, 150, 333, 96), Options("fp16", is_causal=True), "qk_int8_pv_fp16", torch.bfloat16)
+    check(small, (2, 1, 150, 333, 64), Options("fp16", is_causal=True), "qk_int8_pv_fp16")
     check(small, (1, 1, 150, 333, 128), Options("fp16", left=70, right=30), "qk_int8_pv_fp16")
     check(small, (1, 1, 70, 200, 128), Options("fp8"), "qk_int8_pv_fp8")  # as elsewhere
 
