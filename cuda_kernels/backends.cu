@@ -15,7 +15,8 @@ namespace sage2 {
 
 // Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
 extern const Backend sm90 __attribute__((weak));
-extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak));
+extern const Backend mma __attribute__((weak)), mma_small __attribute__((weak));
+extern const Backend mma_int4 __attribute__((weak)), mma_int4_small __attribute__((weak));
 
 namespace {
 
@@ -25,9 +26,9 @@ const struct {
   const Backend *backend;
 } kServed[] = {
     {80, 80, &mma_int4},
-    {86, 86, &mma_int4},
-    {87, 86, &mma_int4},
-    {89, 89, &mma_int4},
+    {86, 86, &mma_int4_small},
+    {87, 86, &mma_int4_small},
+    {89, 89, &mma_int4_small},
 #ifdef SAGE2_TEST_BACKEND  // tests run the rows for other cards on a Hopper card
     {90, 90, &SAGE2_TEST_BACKEND},
 #endif
@@ -35,8 +36,8 @@ const struct {
     {100, 100, &mma},
     {103, 100, &mma},
     {110, 110, &mma},
-    {120, 120, &mma},
-    {121, 120, &mma},
+    {120, 120, &mma_small},
+    {121, 120, &mma_small},
 };
 constexpr int kLater = 120;  // newer cards than those above run this architecture's PTX
 

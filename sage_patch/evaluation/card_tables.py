@@ -108,7 +108,8 @@ def card_tables(card: Card) -> list[Table]:
             cells.append(f"exact ({reason})" if reason else f"from {length} tokens" if length else "at any length")
         rows.append((recipe.name, *cells))
     columns = ("<recipe", *(f"<head_dim {dim}" for dim in HEAD_DIMS))
-    tables.append(Table("What runs by default, without a mask", columns, tuple(rows), _legend(words)))
+    note = f"Calls that are shorter run exact. INT4 runs only where it is asked for. {_legend(words)}".strip()
+    tables.append(Table("What each recipe runs, without a mask", columns, tuple(rows), note))
     return [*tables, *_gain_tables(card)]
 
 

@@ -61,7 +61,7 @@ class PrepareCall(ctypes.Structure):
     ] + [(name, ctypes.c_float) for name in ("reach", "limit")]  # fmt: skip
 
 
-def compile_simulator(folder: Path) -> ctypes.CDLL | None:
+def compile_simulator(folder: Path, *flags: str) -> ctypes.CDLL | None:
     """The kernels' headers beside the simulator's, compiled in `folder`; None without a C++ compiler."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -71,7 +71,7 @@ def compile_simulator(folder: Path) -> ctypes.CDLL | None:
             if path.suffix in (".h", ".cuh", ".cpp"):
                 shutil.copyfile(path, folder / path.name)
     command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-I.", "-w", "simulate.cpp"]
-    subprocess.run([*command, "-o", "simulate.so"], cwd=folder, check=True)
+    subprocess.run([*command, *flags, "-o", "simulate.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "simulate.so"))
 
 
