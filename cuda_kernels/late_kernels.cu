@@ -3,8 +3,9 @@
 // are launched in both cases, and does not know which it is.
 //
 // The linker sends the runtime's functions here first (--wrap). A kernel is known to the runtime by the address of a
-// host function; which name belongs to it is said once, when the library is loaded. kernel<<<...>>> asks for a handle of
-// it once (__cudaGetKernel, CUDA 13) or launches by address (cudaLaunchKernel, before).
+// host function; which name belongs to it is said once, when the library is loaded. kernel<<<...>>> asks for a handle
+// of it once (__cudaGetKernel, CUDA 13) or launches by address (cudaLaunchKernel, before).
+//
 // Architectures: all
 #include <string.h>
 #include <atomic>

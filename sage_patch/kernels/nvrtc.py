@@ -77,6 +77,9 @@ def _for_kernels(text: str) -> str:
 
 def compile_unit(nvrtc: Path, source: Path, architecture: str) -> tuple[bytes, str]:
     """(image, the compiler's log) of one .cu file. Raises RuntimeError with the log if it cannot be compiled."""
+    for builtins in sorted(nvrtc.parent.glob("libnvrtc-builtins*.so*")):  # it looks for them on the loader's path alone
+        if ".alt." not in builtins.name:
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     lib = _Nvrtc(nvrtc)
     headers = {p.name: p.read_text(encoding="utf-8") for p in source.parent.iterdir() if p.suffix in (".h", ".cuh")}
     runtime = headers.pop("nvrtc_runtime.h")
