@@ -67,11 +67,12 @@ template<int DIM, Mode MODE> struct RowShare {
       top = max_keep_nan(top, max_keep_nan(fabsf(__fsub_rn(low[e], mean[e])), fabsf(__fsub_rn(high[e], mean[e]))));
     return top;
   }
-  SAGE2_DEV float largest(const Params &p, const float (&mean)[8], uint32_t there) const {
+  SAGE2_DEV float largest(const Params &p, const float (&mean)[8], uint32_t there) {
     float top = 0.f;
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       float f[8];
+      forget(x[i].x, x[i].y, x[i].z, x[i].w);  // one row after the other: registers that are not there
       centred_keys(p, i, mean, there >> i & 1, f);
       #pragma unroll
       for (int e = 0; e < 8; e++) top = max_keep_nan(top, fabsf(f[e]));
@@ -99,7 +100,7 @@ template<int DIM, Mode MODE> struct RowShare {
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       float f[8];
-      if (!ALL) forget(x[i].x, x[i].y, x[i].z, x[i].w);  // centred again: registers that are not there
+      if (!ALL) forget(x[i].x, x[i].y, x[i].z, x[i].w);  // centred again
       centred_keys(p, i, mean, there >> i & 1, f);
       if (packed) *(uint32_t *)(out + k4_offset(token, channel, DIM) + step(i) * (DIM / 2)) = pack_s4(f, s8.inverse);
       else
