@@ -41,7 +41,7 @@ template<int DIM, Mode MODE> struct RowShare {
   }
   SAGE2_DEV uint32_t present(const Params &p, const Head &h, int block) const {  // bit i: the key of x[i] exists
     uint32_t there = 0;
-    #pragma unroll
+    #pragma unroll 4
     for (int i = 0; i < kLoads; i++) there |= (uint32_t)exists<MODE>(p, h, block * kTileTokens + token + step(i)) << i;
     return there;
   }
@@ -94,8 +94,7 @@ template<int DIM, Mode MODE> struct RowShare {
     const int group = threadIdx.x / 32 % kScaleGroups;
     if (threadIdx.x % 32 == 0) p.images.k_scale[image * kScaleGroups + group] = s8.scale;
     constexpr int kPitch = DIM > 128 ? 128 : DIM;  // bytes of a row
-    const int at = k_offset(token, channel, DIM),
-              odd = kAtOnce > 1 ? 0 : k_offset(token + 1, channel, DIM) - kPitch - at;
+    const int at = k_offset(token, channel, DIM);
     uint8_t *const out = p.images.k + image * (int64_t)(k_image_bytes(DIM) / (packed ? 2 : 1));
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
@@ -104,8 +103,8 @@ template<int DIM, Mode MODE> struct RowShare {
       centred_keys(p, i, mean, there >> i & 1, f);
       if (packed) *(uint32_t *)(out + k4_offset(token, channel, DIM) + step(i) * (DIM / 2)) = pack_s4(f, s8.inverse);
       else
-        *(uint2 *)(out + at + (i % 2 ? odd : 0) + step(i) * kPitch) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse),
-                                                                       pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
+        *(uint2 *)(out + (kAtOnce == 1 && i % 2 ? at ^ 16 : at) + step(i) * kPitch) = {
+            pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
       if (ALL) load(h, rows, i, block + 1, more);
     }
   }
