@@ -85,9 +85,9 @@ SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uin
                                                  rank == 0, head, 0);
   let_the_next_begin();
   float mean[8];
-  load8(vectors.mean + share.channel, mean);
   int block = span.first;
   if constexpr (is_plain(MODE)) {
+    load8(vectors.mean + share.channel, mean);
     #pragma unroll 1
     for (; block < span.whole; block++) share.template write_keys<true>(p, h, rows, mean, block, block + 1 < span.last);
     if (block < span.last) share.template write_keys<false>(p, h, rows, mean, block, false);
@@ -95,6 +95,7 @@ SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uin
     #pragma unroll 1
     for (; block < span.last; block++) {
       share.load_block(p, h, rows, block);
+      load8(vectors.mean + share.channel, mean);  // not kept from block to block
       share.template write_keys<false>(p, h, rows, mean, block, false);
     }
   }

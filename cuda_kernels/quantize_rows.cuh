@@ -41,7 +41,7 @@ template<int DIM, Mode MODE> struct RowShare {
   }
   SAGE2_DEV uint32_t present(const Params &p, const Head &h, int block) const {  // bit i: the key of x[i] exists
     uint32_t there = 0;
-    #pragma unroll
+    #pragma unroll 4
     for (int i = 0; i < kLoads; i++) there |= (uint32_t)exists<MODE>(p, h, block * kTileTokens + token + step(i)) << i;
     return there;
   }
@@ -67,11 +67,12 @@ template<int DIM, Mode MODE> struct RowShare {
       top = max_keep_nan(top, max_keep_nan(fabsf(__fsub_rn(low[e], mean[e])), fabsf(__fsub_rn(high[e], mean[e]))));
     return top;
   }
-  SAGE2_DEV float largest(const Params &p, const float (&mean)[8], uint32_t there) const {
+  SAGE2_DEV float largest(const Params &p, const float (&mean)[8], uint32_t there) {
     float top = 0.f;
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       float f[8];
+      forget(x[i].x, x[i].y, x[i].z, x[i].w);  // one row after the other: registers that are not there
       centred_keys(p, i, mean, there >> i & 1, f);
       #pragma unroll
       for (int e = 0; e < 8; e++) top = max_keep_nan(top, fabsf(f[e]));
@@ -93,18 +94,17 @@ template<int DIM, Mode MODE> struct RowShare {
     const int group = threadIdx.x / 32 % kScaleGroups;
     if (threadIdx.x % 32 == 0) p.images.k_scale[image * kScaleGroups + group] = s8.scale;
     constexpr int kPitch = DIM > 128 ? 128 : DIM;  // bytes of a row
-    const int at = k_offset(token, channel, DIM),
-              odd = kAtOnce > 1 ? 0 : k_offset(token + 1, channel, DIM) - kPitch - at;
+    const int at = k_offset(token, channel, DIM);
     uint8_t *const out = p.images.k + image * (int64_t)(k_image_bytes(DIM) / (packed ? 2 : 1));
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       float f[8];
-      if (!ALL) forget(x[i].x, x[i].y, x[i].z, x[i].w);  // centred again: registers that are not there
+      if (!ALL) forget(x[i].x, x[i].y, x[i].z, x[i].w);  // centred again
       centred_keys(p, i, mean, there >> i & 1, f);
       if (packed) *(uint32_t *)(out + k4_offset(token, channel, DIM) + step(i) * (DIM / 2)) = pack_s4(f, s8.inverse);
       else
-        *(uint2 *)(out + at + (i % 2 ? odd : 0) + step(i) * kPitch) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse),
-                                                                       pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
+        *(uint2 *)(out + (kAtOnce == 1 && i % 2 ? at ^ 16 : at) + step(i) * kPitch) = {
+            pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
       if (ALL) load(h, rows, i, block + 1, more);
     }
   }
