@@ -61,7 +61,8 @@ class KernelError(SagePatchError, RuntimeError):
 _lock = threading.Lock()
 _by_architecture: dict[str, ctypes.CDLL] = {}
 _by_device: dict[int, tuple[ctypes.CDLL, int]] = {}  # and the device's capability, 10 * major + minor
-sums_in_fp16: set[tuple[int, str]] = set()  # (device, type of P and V) whose products are summed in fp16
+# (device, type of P and V) whose products are summed in fp16. Fixed once a device's library is loaded: plans rely on it.
+sums_in_fp16: set[tuple[int, str]] = set()
 
 
 def prepare(index: int | None) -> None:
