@@ -1,8 +1,9 @@
 """Calls the compiled library: one load per architecture, argument packing, error codes to exceptions.
 
-`forward` is the whole Python side of a kernel call: it takes CUDA tensors, allocates output, log-sum-exp and
+`launch` is the whole Python side of a kernel call: it takes CUDA tensors, allocates output, log-sum-exp and
 workspace from torch's allocator, and launches on the current stream of the tensors' device. It checks what the
-library cannot see (devices, dtypes); shapes and limits are checked in C and come back as exceptions.
+library cannot see (devices, dtypes); shapes and limits are checked in C and come back as exceptions. All of that that
+is the same for every call of a kind is a `Plan`, made once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class KernelError(SagePatchError, RuntimeError):
 _lock = threading.Lock()
 _by_architecture: dict[str, ctypes.CDLL] = {}
 _by_device: dict[int, tuple[ctypes.CDLL, int]] = {}  # and the device's capability, 10 * major + minor
-sums_in_fp16: set[tuple[int, str]] = set()  # (device, type of P and V) whose products are summed in fp16
+# (device, type of P and V) whose products are summed in fp16. Fixed once a device's library is loaded: plans rely on
+# that.
+sums_in_fp16: set[tuple[int, str]] = set()
 
 
 def prepare(index: int | None) -> None:
