@@ -90,7 +90,7 @@ def run(
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Argument(help="A run configuration (YAML), such as configs/tiny.yaml.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="A run configuration (YAML): configs/tiny.yaml.")] = None,
     set_: Overrides = None,
     meta: Annotated[
         bool, typer.Option("--meta", help="Build the model without weights, from its config alone.")
