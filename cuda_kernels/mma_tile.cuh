@@ -3,7 +3,8 @@
 // A CTA has 128 query rows and takes 64 keys at a time, half an image. A warp owns 16 rows (a fragment) or 32 and all
 // 64 keys.
 // Registers, dim 128, two fragments: O 128, S 64 (P in its place), row state 8, 40 for addresses and operands: 255, two
-// CTAs of four warps an SM. One fragment (changed logits, sums in fp16, masked FP8, dim 256): O 64, S 32; eight warps.
+// CTAs of four warps an SM. One fragment (changed logits, sums in fp16, masked FP8, dim 256, FP16
+// on small SMs): O 64, S 32; eight warps.
 // Shared memory: Q once, two stages of K and V. Dim 128 FP16: 16 + 2 (8 + 16) = 64 KB, FP8: 16 + 2 (8 + 8) = 48 KB;
 // dim 256 (128 channels of V): 32 + 2 (16 + 8 or 16) = 80 or 96 KB. A CTA of sm_86, 89 and 120 may have 99 KB, and an
 // SM 100, of which each CTA costs one more: two CTAs fit if they have 49 KB each, so the dense kernels keep q . k_mean
