@@ -102,6 +102,10 @@ cudaError_t __real_cudaFuncSetAttribute(const void *, cudaFuncAttribute, int);
 cudaError_t __wrap_cudaFuncSetAttribute(const void *kernel, cudaFuncAttribute attribute, int value) {
   return __real_cudaFuncSetAttribute(sage2::current(kernel), attribute, value);
 }
+cudaError_t __real_cudaFuncGetAttributes(cudaFuncAttributes *, const void *);
+cudaError_t __wrap_cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *kernel) {
+  return __real_cudaFuncGetAttributes(attributes, sage2::current(kernel));
+}
 cudaError_t __real_cudaLaunchKernel(const void *, dim3, dim3, void **, size_t, cudaStream_t);
 cudaError_t __wrap_cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **args, size_t shared,
                                     cudaStream_t stream) {

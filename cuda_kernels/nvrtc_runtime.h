@@ -41,6 +41,7 @@ struct Ignored {};  // a launch, kernel<<<...>>>(p), is read as kernel * ignored
 template<class... T> Ignored ignored(T...) { return {}; }
 template<class Kernel> int operator*(Kernel, Ignored) { return 0; }
 template<class... T> cudaError_t cudaFuncSetAttribute(T...) { return cudaSuccess; }
+template<class... T> cudaError_t cudaFuncGetAttributes(T...) { return cudaSuccess; }
 template<class... T> cudaError_t cudaLaunchKernelExC(T...) { return cudaSuccess; }
 template<class... T> cudaError_t cudaMemsetAsync(T...) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

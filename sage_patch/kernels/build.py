@@ -44,6 +44,7 @@ WRAPPED = (
     "cudaLaunchKernel",
     "cudaLaunchKernelExC",
     "cudaFuncSetAttribute",
+    "cudaFuncGetAttributes",
 )
 LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--strip-all",
               *(f"-Xlinker=--wrap={name}" for name in WRAPPED))  # fmt: skip
