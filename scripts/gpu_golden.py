@@ -36,7 +36,8 @@ from zoo.kernel_calls import make_call  # noqa: E402
 START = time.monotonic()
 MOST_BYTES = 1 << 20
 # The units that hold attention kernels, each with its own function that sets where they write.
-SETTERS = {u: f"sage2_set_dump_{Path(u).stem}" for u in build.units() if u.startswith("fwd_")}
+UNITS = [u for u, named in build.units().items() if {"90a", "all"} & set(named)]
+SETTERS = {u: f"sage2_set_dump_{Path(u).stem}" for u in UNITS if u.startswith("fwd_")}
 QUIET = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
@@ -54,7 +55,7 @@ def build_dump(folder: Path) -> ctypes.CDLL:
     target = "-gencode=arch=compute_90a,code=sm_90a"
     sources = build.source_dir()
     started = []
-    for u in build.units():
+    for u in UNITS:
         hooks = [f"-DSAGE2_DUMP={SETTERS[u]}"] if u in SETTERS else []
         command = [nvcc, "-c", target, *build.FLAGS, *hooks, sources / u, "-o", folder / f"{u}.o"]
         started.append(subprocess.Popen(command, **QUIET))
@@ -62,7 +63,7 @@ def build_dump(folder: Path) -> ctypes.CDLL:
         output, _ = process.communicate()
         if process.returncode:
             raise SystemExit(output)
-    objects = [folder / f"{u}.o" for u in build.units()]
+    objects = [folder / f"{u}.o" for u in UNITS]
     subprocess.run([nvcc, target, *build.LINK_FLAGS, *objects, "-o", folder / "dump.so"], check=True)
     lib = ctypes.CDLL(str(folder / "dump.so"))
     lib.sage2_last_error.restype = ctypes.c_char_p
