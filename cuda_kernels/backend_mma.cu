@@ -26,7 +26,8 @@ template<bool PACKED, bool SMALL> cudaError_t forward(Params &p, int, bool, cuda
   return launch_forward_mma(p, p.fp16_sums, SMALL, stream);
 }
 template<bool PACKED, bool SMALL> constexpr Backend row() {
-  return {load, rows, prepare<PACKED>, forward<PACKED, SMALL>, nullptr, nullptr, nullptr, nullptr, nullptr, 256, false, true};
+  return {load,  rows, prepare<PACKED>, forward<PACKED, SMALL>, nullptr, nullptr, nullptr, nullptr, nullptr, 256,
+          false, true};
 }
 
 }  // namespace
