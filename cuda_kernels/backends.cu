@@ -68,7 +68,7 @@ const Backend *backend_of(int capability) {
     snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10,
              row.capability % 10);
   }
-  if (capability > kServed[std::size(kServed) - 1].capability && is_held(kLater) && &mma) return &mma;
+  if (capability > kServed[std::size(kServed) - 1].capability && is_held(kLater) && &mma_small) return &mma_small;
   fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10,
        capability % 10, *held ? held : "none");
   return nullptr;

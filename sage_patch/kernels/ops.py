@@ -169,8 +169,10 @@ def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor
     key_counted, recipe, forward = PLANS.get(found_by) or _found(*found_by)
     if args.scale is None:
         args = args._replace(scale=scale_for(None, query.shape[-1]))
-    if recipe.is_exact and args.exact_backend != "torch" and fa3.backend_for(query, key, value, args) == fa3.NAME:
-        key_counted, forward = key_counted._replace(backend=fa3.NAME), fa3.forward
+    if recipe.is_exact and args.exact_backend != "torch":
+        backend = fa3.backend_for(query, key, value, args)
+        key_counted = key_counted._replace(backend=backend)
+        forward = fa3.forward if backend == fa3.NAME else forward
     add_count(key_counted)
     for observer in _OBSERVERS:
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
