@@ -1,4 +1,5 @@
-// The rows of the mma.sync family: cards whose tensor cores have INT4 (sm_80 to sm_89), and those without.
+// The rows of the mma.sync family: cards whose tensor cores have INT4 (sm_80 to sm_89), and those without; of each,
+// those whose machine code is for small SMs (sm_86, 89 and 120).
 // Architectures: 80 86 89 100 110 120
 #include "backends.h"
 #include "fwd_mma.h"
@@ -20,17 +21,19 @@ template<bool PACKED> cudaError_t prepare(const Params &p, int sm_count, cudaStr
   if (PACKED && p.int4) with.int4 = kPackedInt4;
   return launch_quantize(with, p.fp16_sums, false, sm_count, stream);
 }
-template<bool PACKED> cudaError_t forward(Params &p, int, bool, cudaStream_t stream) {
+template<bool PACKED, bool SMALL> cudaError_t forward(Params &p, int, bool, cudaStream_t stream) {
   if (PACKED && p.int4) p.int4 = kPackedInt4;
-  return launch_forward_mma(p, p.fp16_sums, stream);
+  return launch_forward_mma(p, p.fp16_sums, SMALL, stream);
+}
+template<bool PACKED, bool SMALL> constexpr Backend row() {
+  return {load,  rows, prepare<PACKED>, forward<PACKED, SMALL>, nullptr, nullptr, nullptr, nullptr, nullptr, 256,
+          false, true};
 }
 
 }  // namespace
 
-extern const Backend mma, mma_int4;
-const Backend mma = {load,    rows,    prepare<false>, forward<false>, nullptr, nullptr,
-                     nullptr, nullptr, nullptr,        256,            false,   true};
-const Backend mma_int4 = {load,    rows,    prepare<true>, forward<true>, nullptr, nullptr,
-                          nullptr, nullptr, nullptr,       256,           false,   true};
+extern const Backend mma, mma_small, mma_int4, mma_int4_small;
+const Backend mma = row<false, false>(), mma_small = row<false, true>();
+const Backend mma_int4 = row<true, false>(), mma_int4_small = row<true, true>();
 
 }  // namespace sage2

@@ -15,7 +15,8 @@ namespace sage2 {
 
 // Weak: a build for other architectures leaves the units of a family out, and its row is then not there.
 extern const Backend sm90 __attribute__((weak));
-extern const Backend mma __attribute__((weak)), mma_int4 __attribute__((weak));
+extern const Backend mma __attribute__((weak)), mma_small __attribute__((weak));
+extern const Backend mma_int4 __attribute__((weak)), mma_int4_small __attribute__((weak));
 
 namespace {
 
@@ -25,9 +26,9 @@ const struct {
   const Backend *backend;
 } kServed[] = {
     {80, 80, &mma_int4},
-    {86, 86, &mma_int4},
-    {87, 86, &mma_int4},
-    {89, 89, &mma_int4},
+    {86, 86, &mma_int4_small},
+    {87, 86, &mma_int4_small},
+    {89, 89, &mma_int4_small},
 #ifdef SAGE2_TEST_BACKEND  // tests run the rows for other cards on a Hopper card
     {90, 90, &SAGE2_TEST_BACKEND},
 #endif
@@ -35,12 +36,15 @@ const struct {
     {100, 100, &mma},
     {103, 100, &mma},
     {110, 110, &mma},
-    {120, 120, &mma},
-    {121, 120, &mma},
+    {120, 120, &mma_small},
+    {121, 120, &mma_small},
 };
 constexpr int kLater = 120;  // newer cards than those above run this architecture's PTX
 
+std::atomic<int> late{0};  // 0, or the architecture whose kernels were loaded later: from then on the only one
+
 bool is_held(int architecture) {
+  if (const int only = late.load(std::memory_order_acquire)) return architecture == only;
   for (int held : kHeld)
     if (held == architecture) return true;
   return false;
@@ -54,6 +58,8 @@ struct Device {
 
 }  // namespace
 
+void hold(int architecture) { late.store(architecture, std::memory_order_release); }
+
 const Backend *backend_of(int capability) {
   char held[128] = "";
   for (const auto &row : kServed) {
@@ -62,7 +68,7 @@ const Backend *backend_of(int capability) {
     snprintf(held + strlen(held), sizeof held - strlen(held), "%s%d.%d", *held ? ", " : "", row.capability / 10,
              row.capability % 10);
   }
-  if (capability > kServed[std::size(kServed) - 1].capability && is_held(kLater) && &mma) return &mma;
+  if (capability > kServed[std::size(kServed) - 1].capability && is_held(kLater) && &mma_small) return &mma_small;
   fail(SAGE2_ERR_DEVICE, "compute capability %d.%d: this library holds kernels for %s", capability / 10,
        capability % 10, *held ? held : "none");
   return nullptr;
@@ -99,10 +105,13 @@ int load_current(const Backend &backend, int wanted, int capability, int *sms) {
 
 extern "C" int sage2_cuda_version(void) { return CUDART_VERSION; }
 extern "C" int sage2_architectures(int *out, int capacity) {
+  const int late = sage2::late.load();
   int count = 0;
   for (int held : sage2::kHeld) {
+    if (late) held = late;
     if (count < capacity) out[count] = held;
     count++;
+    if (late) break;
   }
   return count;
 }

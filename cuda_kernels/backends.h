@@ -26,6 +26,8 @@ struct Backend {
 // The backend of devices of this compute capability (10 * major + minor) whose machine code this library holds, or null
 // and a message that says what it holds.
 const Backend *backend_of(int capability);
+// From now on the library holds this architecture alone: its kernels were loaded (late_kernels.cu).
+void hold(int architecture);
 // The current device, its kernels loaded, and its SM count; refuses another device or capability than the caller's.
 int load_current(const Backend &backend, int device, int capability, int *sms);
 

@@ -292,8 +292,10 @@ template<class C> SAGE2_DEV TileClass class_of(const Params &p, uint32_t scratch
   return begin >= first_key(last_row, l) && end <= end_key(0, l) ? kWhole : kPartial;
 }
 
-template<class C>
-__global__ void __launch_bounds__(C::threads, C::ctas) attention_mma(const __grid_constant__ Params p) {
+template<class CONFIG>
+__global__ void __launch_bounds__(CONFIG::Here::threads, CONFIG::Here::ctas)
+    attention_mma(const __grid_constant__ Params p) {
+  typedef typename CONFIG::Here C;
   if constexpr (compiled_here<C>()) {
     extern __shared__ __align__(1024) uint8_t smem[];
     const uint32_t s0 = smem_address(smem);

@@ -11,13 +11,13 @@ constexpr int kMmaRows = 128;        // of a query tile
 constexpr float kSplitVMax = 2.25f;  // E4M3 images of V whose products with P are summed in fp16 (else kE4m3Max)
 
 // split: P V is summed in fp16, 64 keys at a time, at twice the rate on GeForce; the dense kernels alone have it for
-// FP16, and the others take its images of E4M3 as any.
-cudaError_t launch_forward_mma(Params &p, bool split, cudaStream_t stream);
+// FP16, and the others take its images of E4M3 as any. small: the code is that for SMs with 100 KB of shared memory.
+cudaError_t launch_forward_mma(Params &p, bool split, bool small, cudaStream_t stream);
 // Loads the kernels that the device has code for and raises their shared-memory limits.
 cudaError_t load_forward_mma(int capability);
 
 // One family's kernels, each family in a unit of its own, so that all compile at the same time.
-template<Family FAMILY> cudaError_t launch_family_mma(const Params &p, bool split, cudaStream_t stream);
+template<Family FAMILY> cudaError_t launch_family_mma(const Params &p, bool split, bool small, cudaStream_t stream);
 template<Family FAMILY> cudaError_t load_family_mma(int capability);
 
 }  // namespace sage2

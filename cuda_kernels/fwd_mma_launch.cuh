@@ -6,13 +6,14 @@ namespace sage2 {
 namespace {
 
 typedef void (*Kernel)(Params);
+struct Shape { int bytes, threads; };
 struct Entry {
   Kernel kernel;
-  int bytes, threads;
+  Shape usual, small;  // what it needs on most SMs, and on small ones
 };
 template<int DIM, Product PV, Family FAMILY, bool PACKED = false> Entry entry() {
   typedef MmaConfig<DIM, PV, FAMILY, PACKED> C;
-  return {attention_mma<C>, C::bytes, C::threads};
+  return {attention_mma<C>, {C::bytes, C::threads}, {C::Small::bytes, C::Small::threads}};
 }
 bool is_fp8(Product pv) { return pv == kPvFp8 || pv == kPvFp8Split; }
 template<int DIM, Family FAMILY> Entry entry(Product pv, bool packed) {
@@ -40,15 +41,17 @@ template<Family FAMILY> cudaError_t load_family_mma(int capability) {
     if (is_fp8(pv) && capability < 89) continue;
     if (packed && capability > 90) continue;
     const Entry e = entry<FAMILY>(dim, pv, packed);
-    const cudaError_t err = cudaFuncSetAttribute(e.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, e.bytes);
+    const int bytes = e.small.bytes > e.usual.bytes ? e.small.bytes : e.usual.bytes;
+    const cudaError_t err = cudaFuncSetAttribute(e.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (err != cudaSuccess) return err;
   }
   return cudaSuccess;
 }
-template<Family FAMILY> cudaError_t launch_family_mma(const Params &p, bool split, cudaStream_t stream) {
+template<Family FAMILY> cudaError_t launch_family_mma(const Params &p, bool split, bool small, cudaStream_t stream) {
   const Product pv = !p.fp16_pv ? (split ? kPvFp8Split : kPvFp8) : split ? kPvFp16Split : kPvFp16;
   const Entry e = entry<FAMILY>(padded_dim(p.head_dim), pv, p.int4 == kPackedInt4);
-  e.kernel<<<p.total, e.threads, e.bytes, stream>>>(p);
+  const Shape shape = small ? e.small : e.usual;
+  e.kernel<<<p.total, shape.threads, shape.bytes, stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -6,6 +6,6 @@
 namespace sage2 {
 
 template cudaError_t load_family_mma<kAdjusted>(int);
-template cudaError_t launch_family_mma<kAdjusted>(const Params &, bool, cudaStream_t);
+template cudaError_t launch_family_mma<kAdjusted>(const Params &, bool, bool, cudaStream_t);
 
 }  // namespace sage2

@@ -6,6 +6,6 @@
 namespace sage2 {
 
 template cudaError_t load_family_mma<kMasked>(int);
-template cudaError_t launch_family_mma<kMasked>(const Params &, bool, cudaStream_t);
+template cudaError_t launch_family_mma<kMasked>(const Params &, bool, bool, cudaStream_t);
 
 }  // namespace sage2

@@ -1,5 +1,5 @@
-// The dense and masked attention kernels with the exponent kDuo (exponent.cuh): units of their own, so that all compile
-// at the same time.
+// The dense and masked attention kernels with another exponent (exponent.cuh): a unit of their own, so that all
+// compile at the same time.
 // Architectures: 90a
 #include "fwd_sm90.cuh"
 

@@ -1,4 +1,4 @@
-// The attention kernels of changed logits with the exponent kDuo (exponent.cuh), for the tiles of int32 scores among them.
+// The kernels of changed logits with another exponent (exponent.cuh), for the tiles of integer scores among them.
 // Architectures: 90a
 #include "fwd_sm90.cuh"
 

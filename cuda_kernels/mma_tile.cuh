@@ -3,7 +3,8 @@
 // A CTA has 128 query rows and takes 64 keys at a time, half an image. A warp owns 16 rows (a fragment) or 32 and all
 // 64 keys.
 // Registers, dim 128, two fragments: O 128, S 64 (P in its place), row state 8, 40 for addresses and operands: 255, two
-// CTAs of four warps an SM. One fragment (changed logits, sums in fp16, masked FP8, dim 256): O 64, S 32; eight warps.
+// CTAs of four warps an SM. One fragment (changed logits, sums in fp16, masked FP8, dim 256, FP16
+// on small SMs): O 64, S 32; eight warps.
 // Shared memory: Q once, two stages of K and V. Dim 128 FP16: 16 + 2 (8 + 16) = 64 KB, FP8: 16 + 2 (8 + 8) = 48 KB;
 // dim 256 (128 channels of V): 32 + 2 (16 + 8 or 16) = 80 or 96 KB. A CTA of sm_86, 89 and 120 may have 99 KB, and an
 // SM 100, of which each CTA costs one more: two CTAs fit if they have 49 KB each, so the dense kernels keep q . k_mean
@@ -22,8 +23,20 @@ enum Product {   // the second one, P V
   kPvFp8,        // E4M3, 64 keys summed by the tensor core, folded into O in fp32
   kPvFp8Split    // the same summed in fp16; V's images reach kSplitVMax
 };
-template<int DIM, Product PV, Family FAMILY, bool PACKED> struct MmaConfig {
-  static constexpr int dim = DIM, dv = DIM < 128 ? DIM : 128;  // channels of V and O in one launch
+// SMs of sm_86, 89 and 120 have 100 KB of shared memory and hold one CTA of 64 KB, or two of 33, which then have eight
+// warps each.
+#if defined(SAGE2_SMALL_SM)  // for tests
+constexpr bool kSmallSm = true;
+#elif defined(__CUDA_ARCH__)
+constexpr bool kSmallSm = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200;
+#else
+constexpr bool kSmallSm = false;
+#endif
+template<int DIM, Product PV, Family FAMILY, bool PACKED, bool SMALL = false> struct MmaConfig {
+  static constexpr bool gets_small = PV == kPvFp16 && FAMILY != kAdjusted && DIM <= 128;
+  typedef MmaConfig<DIM, PV, FAMILY, PACKED, gets_small> Small;             // on small SMs
+  typedef MmaConfig<DIM, PV, FAMILY, PACKED, gets_small && kSmallSm> Here;  // on the SM that is being compiled for
+  static constexpr int dim = DIM, dv = DIM < 128 ? DIM : 128;               // channels of V and O in one launch
   static constexpr Product pv = PV;
   static constexpr Family family = FAMILY;
   static constexpr bool packed = PACKED;  // INT4, two a byte
@@ -31,7 +44,7 @@ template<int DIM, Product PV, Family FAMILY, bool PACKED> struct MmaConfig {
   static constexpr bool dense = FAMILY == kDense;
   static constexpr bool smooths = FAMILY == kAdjusted && DIM <= 128;  // INT4, Q's means
   static constexpr bool narrow = FAMILY == kAdjusted || PV == kPvFp16Split || DIM > 128;
-  static constexpr int fragments = narrow || (FAMILY == kMasked && fp8 && DIM == 128) ? 1 : 2;
+  static constexpr int fragments = narrow || SMALL || (FAMILY == kMasked && fp8 && DIM == 128) ? 1 : 2;
   static constexpr int rows = 128, warp_rows = 16 * fragments, threads = 2 * rows / fragments;
   static constexpr int ctas = fragments == 1 ? 1 : DIM == 64 && dense ? 3 : 2;  // an SM has registers for
   static constexpr int steps = kHalfTokens / (fp8 ? 32 : 16);                   // of keys, in P V

@@ -1,5 +1,6 @@
 // What stands for the headers of the system and of CUDA's runtime where NVRTC compiles the kernels (kernels/nvrtc.py).
-// It has no host code: host functions are compiled for the device with everything else, launch nothing, and are dropped.
+// It has no host code: host functions are compiled for the device with everything else, launch nothing, and are
+// dropped.
 #ifndef SAGE2_NVRTC_RUNTIME_H  // it has several names there
 #define SAGE2_NVRTC_RUNTIME_H
 
@@ -25,12 +26,8 @@ template<class T, T V> struct integral_constant {
   static constexpr T value = V;
   constexpr operator T() const { return V; }
 };
-template<bool B, class T, class F> struct conditional {
-  typedef T type;
-};
-template<class T, class F> struct conditional<false, T, F> {
-  typedef F type;
-};
+template<bool B, class T, class F> struct conditional { typedef T type; };
+template<class T, class F> struct conditional<false, T, F> { typedef F type; };
 template<bool B, class T, class F> using conditional_t = typename conditional<B, T, F>::type;
 template<class T, class U> struct is_same : integral_constant<bool, false> {};
 template<class T> struct is_same<T, T> : integral_constant<bool, true> {};
@@ -44,6 +41,7 @@ struct Ignored {};  // a launch, kernel<<<...>>>(p), is read as kernel * ignored
 template<class... T> Ignored ignored(T...) { return {}; }
 template<class Kernel> int operator*(Kernel, Ignored) { return 0; }
 template<class... T> cudaError_t cudaFuncSetAttribute(T...) { return cudaSuccess; }
+template<class... T> cudaError_t cudaFuncGetAttributes(T...) { return cudaSuccess; }
 template<class... T> cudaError_t cudaLaunchKernelExC(T...) { return cudaSuccess; }
 template<class... T> cudaError_t cudaMemsetAsync(T...) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }

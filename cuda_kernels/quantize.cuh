@@ -7,7 +7,7 @@
 //    64      4           128        64 / 64
 //   128      4           128        128 / 128
 //   256      2           255        128 / 64
-// FP16: 2 CTAs at 255. So too where K is rotated, and where K and V are not plain; nothing is read ahead there.
+// FP16: 2 CTAs at 255. So too where K and V are not plain; nothing is read ahead there.
 // Shared memory: shared_bytes(), at most 34 KB.
 #pragma once
 #include "quantize_columns.cuh"
@@ -18,8 +18,13 @@ namespace sage2 {
 namespace {
 
 constexpr int kThreads = 128;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kMostCtas = 4;
+#else
+constexpr int kMostCtas = 2;  // 128 registers do not do there
+#endif
 SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM
-  return is_plain(mode) && dim <= 128 && !fp16 && !rotate ? 4 : 2;
+  return is_plain(mode) && dim <= 128 && !fp16 && !rotate ? kMostCtas : 2;
 }
 template<int DIM> constexpr int kValues = DIM > 128 ? 128 : DIM;  // channels of V that a part has
 
@@ -32,9 +37,11 @@ template<int DIM, bool FP16> constexpr int shared_bytes() {
 static_assert(shared_bytes<256, false>() <= 48 << 10, "no launch asks for more than every card gives");
 
 SAGE2_HD inline int value_parts(const Params &p) { return p.v_head_dim > 128 ? 2 : 1; }
-// 1 where a CTA met a value that its channel's scale does not hold; every call writes every word.
-SAGE2_DEV uint32_t *overflow_of(const Params &p, int64_t head, int part, int items) {
-  return p.overflow + (head * value_parts(p) + part) * items;
+// What a CTA does: a part of V, or K (-1), of a head that it shares with others.
+struct Work { int head, part, rank; };
+SAGE2_DEV Work work_of(const Params &p, int items) {
+  const int cta = block_index(), parts = 1 + value_parts(p), unit = cta / items;
+  return {unit / parts, unit % parts - 1, cta % items};
 }
 // The blocks of one of `items` CTAs that share a head: [first, last), those from `whole` on end inside.
 struct Span { int first, whole, last; };
@@ -67,19 +74,21 @@ SAGE2_DEV void let_the_next_begin() {
   grid_dependency_trigger();
 }
 
-// SHARE: RowShare, or RotatedShare, whose lanes have too many channels for their means to be kept.
-template<class SHARE, int DIM, Mode MODE>
-SAGE2_DEV void quantize_keys(const Params &p, const Head &h, int head, const Span &span, bool leads, uint8_t *smem) {
+template<int DIM, Mode MODE>
+SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uint8_t *smem) {
+  const Head h = head_of(p, head);
+  const Span span = span_of(h, rank, items);
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
-  SHARE share;
+  RowShare<DIM, MODE> share(threadIdx.x);
   if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
-  sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors, leads,
-                                                 head, 0);
+  sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
+                                                 rank == 0, head, 0);
   let_the_next_begin();
-  const auto mean = share.mean_of(vectors.mean);
+  float mean[8];
   int block = span.first;
   if constexpr (is_plain(MODE)) {
+    load8(vectors.mean + share.channel, mean);
     #pragma unroll 1
     for (; block < span.whole; block++) share.template write_keys<true>(p, h, rows, mean, block, block + 1 < span.last);
     if (block < span.last) share.template write_keys<false>(p, h, rows, mean, block, false);
@@ -87,31 +96,48 @@ SAGE2_DEV void quantize_keys(const Params &p, const Head &h, int head, const Spa
     #pragma unroll 1
     for (; block < span.last; block++) {
       share.load_block(p, h, rows, block);
+      load8(vectors.mean + share.channel, mean);  // not kept from block to block
       share.template write_keys<false>(p, h, rows, mean, block, false);
     }
   }
 }
 
-// An image that the CTA has put together in shared memory to where it belongs. The one before it has left when this
-// returns.
-SAGE2_DEV void send_image(uint8_t *to, const uint8_t *from, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  async_proxy_fence();
-  if (threadIdx.x == 0) bulk_wait_read();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    bulk_store(to, smem_address(from), bytes);
-    bulk_commit();
+// The same of keys that are rotated, whose lanes have too many channels for their means to be kept.
+template<int DIM, Mode MODE>
+SAGE2_DEV void quantize_rotated_keys(const Params &p, int head, int rank, int items, uint8_t *smem) {
+  const Head h = head_of(p, head);
+  const Span span = span_of(h, rank, items);
+  Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
+  const Rows rows = rows_of(p.k, h.k, p.head_dim);
+  RotatedShare<DIM, MODE> share;
+  if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
+  sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
+                                                 rank == 0, head, 0);
+  let_the_next_begin();
+  int block = span.first;
+  if constexpr (is_plain(MODE)) {
+    #pragma unroll 1
+    for (; block < span.whole; block++)
+      share.template write_keys<true>(p, h, rows, vectors.mean, block, block + 1 < span.last);
+    if (block < span.last) share.template write_keys<false>(p, h, rows, vectors.mean, block, false);
+  } else {
+    #pragma unroll 1
+    for (; block < span.last; block++) {
+      share.load_block(p, h, rows, block);
+      share.template write_keys<false>(p, h, rows, vectors.mean, block, false);
+    }
   }
-#else
-  __syncthreads();
-  for (int at = threadIdx.x * 16; at < bytes; at += kThreads * 16) *(uint4 *)(to + at) = *(const uint4 *)(from + at);
-#endif
 }
-SAGE2_DEV void wait_for_images() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (threadIdx.x == 0) bulk_wait();
-#endif
+
+// An image that the CTA has put together in shared memory to where it belongs, whole lines at a time. The CTA meets
+// once for a block: who is late still reads the other image.
+SAGE2_DEV void send_image(uint8_t *to, const uint8_t *from, int bytes) {
+  __syncthreads();
+  #pragma unroll 4
+  for (int i = 0; i < bytes; i += kThreads * 16) {
+    const int at = i + threadIdx.x * 16;
+    *(uint4 *)(to + at) = *(const uint4 *)(from + staged(at));
+  }
 }
 
 // A block of V: E4M3 through shared memory, at `at` of `images`.
@@ -120,27 +146,35 @@ SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, S 
                             uint8_t *images, int at, uint8_t *image, int block, bool more) {
   if constexpr (FP16) share.template write_values<ALL>(p, h, rows, vectors, image, block, more);
   else {
-    share.template write_values<ALL>(p, h, rows, vectors, images, at, block, more);
+    share.template write_values<ALL, true>(p, h, rows, vectors, images, at, block, more);
     send_image(image, images + at, v_image_bytes(DIM, false));
   }
 }
 
 template<int DIM, int STRIDE, bool FP16, Mode MODE>
-SAGE2_DEV void quantize_values(const Params &p, const Head &h, int head, int part, VRange range, const Span &span,
-                               bool leads, uint32_t *overflow, uint8_t *smem) {
+SAGE2_DEV void quantize_values(const Params &p, VRange range, int items, uint8_t *smem) {
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   uint8_t *const images = (uint8_t *)(&vectors + 1);
-  const Rows rows = values_of(p, h, part);
-  typename Share<DIM, FP16, MODE>::type share;
-  if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
-  sample<DIM, STRIDE, kThreads, MODE, true, FP16>(p, h, rows, range, *(Partial<DIM> *)images, vectors, leads, head,
-                                                  part * 128);
-  let_the_next_begin();
-  if (DIM < STRIDE && leads && value_parts(p) == 1) {  // nothing is there
-    const int64_t place = (int64_t)head * STRIDE + DIM + threadIdx.x;
-    p.images.v_mean[place] = p.images.v_scale[place] = 0.f;
+  typename Share<DIM, FP16, MODE>::type share(threadIdx.x);
+  {
+    const Work work = work_of(p, items);
+    const Head h = head_of(p, work.head);
+    const Rows rows = values_of(p, h, work.part);
+    const Span span = span_of(h, work.rank, items);
+    if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
+    sample<DIM, STRIDE, kThreads, MODE, true, FP16>(p, h, rows, range, *(Partial<DIM> *)images, vectors, work.rank == 0,
+                                                    work.head, work.part * 128);
+    if (DIM < STRIDE && work.rank == 0 && value_parts(p) == 1) {  // nothing is there
+      const int64_t place = (int64_t)work.head * STRIDE + DIM + threadIdx.x;
+      p.images.v_mean[place] = p.images.v_scale[place] = 0.f;
+    }
   }
-  uint8_t *image = value_image<DIM, FP16>(p, h, part, span.first);
+  let_the_next_begin();
+  const Work work = work_of(p, items);  // all of it formed again: the samples need the registers
+  const Head h = head_of(p, work.head);
+  const Rows rows = values_of(p, h, work.part);
+  const Span span = span_of(h, work.rank, items);
+  uint8_t *image = value_image<DIM, FP16>(p, h, work.part, span.first);
   int block = span.first, at = 0;
   const auto next = [&] {
     at ^= (int)v_image_bytes(DIM, false);
@@ -158,9 +192,8 @@ SAGE2_DEV void quantize_values(const Params &p, const Head &h, int head, int par
       write_values<false, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, false);
     }
   }
-  if (!FP16) wait_for_images();
   const int any = __syncthreads_or(range.is_beyond(share.worst));
-  if (threadIdx.x == 0) *overflow = any;
+  if (threadIdx.x == 0) p.overflow[blockIdx.x] = any;
 }
 
 // Grid: [batch * kv_heads][K, parts of V][items]
@@ -170,17 +203,11 @@ __global__ void __launch_bounds__(kThreads, ctas(DIM, FP16, MODE, ROTATE))
   extern __shared__ __align__(128) uint8_t smem[];
   if (!is_plain(MODE)) grid_dependency_wait();  // for an index of keys, their number, or bits of a mask
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.images.counter = 0;
-  const int parts = 1 + value_parts(p), rank = blockIdx.x % items, unit = blockIdx.x / items, part = unit % parts;
-  const int head = unit / parts;
-  const Head h = head_of(p, head);
-  const Span span = span_of(h, rank, items);
-  if (part == 0) {
-    if (ROTATE || (!is_plain(MODE) && p.rotate))
-      quantize_keys<RotatedShare<DIM, MODE>, DIM, MODE>(p, h, head, span, rank == 0, smem);
-    else quantize_keys<RowShare<DIM, MODE>, DIM, MODE>(p, h, head, span, rank == 0, smem);
-  } else if constexpr (has_values<FP16>())
-    quantize_values<kValues<DIM>, DIM, FP16, MODE>(p, h, head, part - 1, range, span, rank == 0,
-                                                   overflow_of(p, head, part - 1, items) + rank, smem);
+  const Work work = work_of(p, items);
+  if (work.part < 0) {
+    if (ROTATE || (!is_plain(MODE) && p.rotate)) quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
+    else quantize_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
+  } else if constexpr (has_values<FP16>()) quantize_values<kValues<DIM>, DIM, FP16, MODE>(p, range, items, smem);
 }
 
 }  // namespace

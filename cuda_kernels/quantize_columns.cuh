@@ -9,20 +9,26 @@
 namespace sage2 {
 namespace {
 
+// Where byte `at` of an image waits in shared memory: the four rows that a warp writes at a time, eight apart, fall
+// into different banks.
+SAGE2_DEV int staged(int at) { return at ^ (at >> 10 & 3) << 5; }
+
 template<int DIM, Mode MODE> struct ColumnShare {
   static constexpr int kGroups = DIM / 32;
   uint4 x[kGroups * 4];  // [32 channels][token]
-  int token, channel;  // the first of each
-  float worst = 0.f;   // the largest scaled value
+  int token, channel;    // the first of each
+  float worst = 0.f;     // the largest scaled value
 
-  SAGE2_DEV ColumnShare() {
-    const int lane = threadIdx.x % 32, word = (int)threadIdx.x / 32 % 4 * 8 + lane / 4;
+  SAGE2_DEV explicit ColumnShare(int tid) {
+    const int lane = tid % 32, word = tid / 32 % 4 * 8 + lane / 4;
     token = word / 4 * 16 + word % 4 * 2;
     channel = lane % 4 * 8;
     #pragma unroll
     for (int i = 0; i < 4 * kGroups; i++) x[i] = make_uint4(0, 0, 0, 0);
   }
-  SAGE2_HD static constexpr int step(int i) { return (i & 1) + (i & 2) * 4; }  // tokens from the first to the lane's i-th
+  SAGE2_HD static constexpr int step(int i) {
+    return (i & 1) + (i & 2) * 4;
+  }  // tokens from the first to the lane's i-th
 
   SAGE2_DEV void load(const Head &h, const Rows &rows, int c, int block, bool wanted) {
     #pragma unroll
@@ -35,19 +41,21 @@ template<int DIM, Mode MODE> struct ColumnShare {
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token;
-    load_some<MODE>(p, h, rows, x, [&](int i) { return first + step(i % 4); }, [&](int i) { return channel + i / 4 * 32; });
+    load_some<MODE>(
+        p, h, rows, x, [&](int i) { return first + step(i % 4); }, [&](int i) { return channel + i / 4 * 32; });
   }
 
-  // Into the image at `base + at` (at: a multiple of 128). ALL: each key exists, and if there is more, those of the next
-  // block are read as soon as their registers are free.
-  template<bool ALL>
-  SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, const Vectors<DIM> &of, uint8_t *base, int at, int block,
-                              bool more) {
+  // Into the image at `base + at`, STAGED or as it will lie (at: its size, or 0). ALL: each key exists, and if there is
+  // more, those of the next block are read as soon as their registers are free.
+  template<bool ALL, bool STAGED>
+  SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, const Vectors<DIM> &of, uint8_t *base,
+                              int at, int block, bool more) {
     const bool bf16 = is_bf16<MODE>(p);
     bool there[4];
     #pragma unroll
     for (int i = 0; i < 4; i++) there[i] = ALL || exists<MODE>(p, h, block * kTileTokens + token + step(i));
-    const int word = at + v_offset(token, channel);  // in row channel + e its 16-byte chunk is XORed with e
+    const int first = v_offset(token, channel);  // in row channel + e its 16-byte chunk is XORed with e
+    const int word = at + (STAGED ? staged(first) : first);
     #pragma unroll
     for (int c = 0; c < kGroups; c++) {
       #pragma unroll

@@ -9,8 +9,9 @@
 namespace sage2 {
 namespace {
 
-// What the inputs are like. Plain: every key of a head, rows of 16-byte pieces, INT8; so rows are read ahead while others
-// are written. Any: looked up, for what an index or the bits of a mask leave of the keys, unaligned views and INT4.
+// What the inputs are like. Plain: every key of a head, rows of 16-byte pieces, INT8; so rows are read ahead while
+// others are written. Any: looked up, for what an index or the bits of a mask leave of the keys, unaligned views and
+// INT4.
 enum Mode { kPlainFp16, kPlainBf16, kAny };
 SAGE2_HD constexpr bool is_plain(Mode mode) { return mode != kAny; }
 template<Mode MODE> SAGE2_DEV bool is_bf16(const Params &p) { return MODE == kAny ? p.bf16 : MODE == kPlainBf16; }
@@ -76,11 +77,13 @@ SAGE2_DEV void load_plain(uint4 &x, const Head &h, const Rows &rows, int key, in
 template<Mode MODE, int N, class K, class C>
 SAGE2_DEV void load_some(const Params &p, const Head &h, const Rows &rows, uint4 (&x)[N], K key, C channel) {
   if (is_plain(MODE) || rows.vector) {
+    int zero = 0;
     #pragma unroll
     for (int i = 0; i < N; i++) {
+      if (!is_plain(MODE)) forget(zero);  // one address after the other: registers that are not there
+      const int k = key(i) + zero;
       x[i] = make_uint4(0, 0, 0, 0);
-      if (exists<MODE>(p, h, key(i)))
-        load_if(x[i], row_of<MODE>(p, h, rows, key(i)) + channel(i), channel(i) < rows.channels);
+      if (exists<MODE>(p, h, k)) load_if(x[i], row_of<MODE>(p, h, rows, k) + channel(i), channel(i) < rows.channels);
     }
   } else {
     #pragma unroll 1

@@ -40,14 +40,14 @@ template<int DIM> SAGE2_DEV void true_maxima(const Params &p, const Head &h, con
   for (int e = 0; e < 8; e++) {
     const float mean = sh.vectors.mean[channel + e];
     if (low[e] <= high[e])
-      atomicMax(&sh.amax[channel + e], __float_as_uint(fmaxf(fabsf(__fsub_rn(low[e], mean)), fabsf(__fsub_rn(high[e], mean)))));
+      atomicMax(&sh.amax[channel + e],
+                __float_as_uint(fmaxf(fabsf(__fsub_rn(low[e], mean)), fabsf(__fsub_rn(high[e], mean)))));
   }
   __syncthreads();
 }
 
 template<int DIM, int STRIDE, bool FP16>
-SAGE2_DEV void repair_values(const Params &p, const Head &h, int head, int part, VRange range,
-                             RepairShared<DIM> &sh) {
+SAGE2_DEV void repair_values(const Params &p, const Head &h, int head, int part, VRange range, RepairShared<DIM> &sh) {
   const Rows rows = values_of(p, h, part);
   float *const scales = p.images.v_scale + (int64_t)head * STRIDE + part * 128;
   sample<DIM, STRIDE, kRepairThreads, kAny, true, FP16>(p, h, rows, range, sh.partial, sh.vectors, false, head, 0);
@@ -58,21 +58,20 @@ SAGE2_DEV void repair_values(const Params &p, const Head &h, int head, int part,
   __syncthreads();
   constexpr int kTeams = kRepairThreads / kThreads;
   const int blocks = (h.keys + kTileTokens - 1) / kTileTokens;
-  typename Share<DIM, FP16, kAny>::type share;
+  typename Share<DIM, FP16, kAny>::type share(thread_index());  // not kept from head to head
   #pragma unroll 1
   for (int block = threadIdx.x / kThreads; block < blocks; block += kTeams) {
     uint8_t *const image = value_image<DIM, FP16>(p, h, part, block);
     share.load_block(p, h, rows, block);
     if constexpr (FP16) share.template write_values<false>(p, h, rows, sh.vectors, image, block, false);
-    else share.template write_values<false>(p, h, rows, sh.vectors, image, 0, block, false);
+    else share.template write_values<false, false>(p, h, rows, sh.vectors, image, 0, block, false);
   }
   __syncthreads();
 }
 
 // Grid: CTAs that share the parts of V of all heads.
 template<int DIM, bool FP16>
-__global__ void __launch_bounds__(kRepairThreads, 1)
-    repair(const __grid_constant__ Params p, VRange range, int items) {
+__global__ void __launch_bounds__(kRepairThreads, 1) repair(const __grid_constant__ Params p, VRange range, int items) {
   extern __shared__ __align__(128) uint8_t smem[];
   if constexpr (has_values<FP16>()) {
     constexpr int kV = kValues<DIM>;
@@ -82,8 +81,9 @@ __global__ void __launch_bounds__(kRepairThreads, 1)
     #pragma unroll 1
     for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
       const int head = unit / parts, part = unit % parts;
+      const uint32_t *const overflow = p.overflow + ((int64_t)head * (1 + parts) + 1 + part) * items;
       uint32_t any = 0;
-      for (int i = threadIdx.x; i < items; i += kRepairThreads) any |= overflow_of(p, head, part, items)[i];
+      for (int i = threadIdx.x; i < items; i += kRepairThreads) any |= overflow[i];
       if (!__syncthreads_or(any)) continue;
       repair_values<kV, DIM, FP16>(p, head_of(p, head), head, part, range, *(RepairShared<kV> *)smem);
     }

@@ -43,7 +43,6 @@ template<int DIM, Mode MODE> struct RotatedShare {
         [&](int i) { return channel(i % kPieces); });
   }
 
-  SAGE2_DEV static const float *mean_of(const float *vector) { return vector; }
   // A set less its mean, rotated, in fp32; zeros where there is no key.
   SAGE2_DEV void rotated_keys(const Params &p, int set, const float *mean, bool there, float (&f)[8 * kPieces]) const {
     #pragma unroll

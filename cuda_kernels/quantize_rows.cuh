@@ -2,7 +2,8 @@
 //
 // Warp g of four holds tokens 8 j + 2 g + {0, 1}, j = 0..15: K's scale group g, so it alone knows the group's largest
 // magnitude. 32 rows lie in registers, 16 bits a value: a row is DIM / 8 neighbouring lanes, lane l of them its
-// channels 8 l .. 8 l + 7, and every load takes 256 / DIM rows. Rotated keys lie otherwise (quantize_rotated.cuh).
+// channels 8 l .. 8 l + 7, and every load takes 256 / DIM rows. So a whole row is in one warp, a butterfly over its
+// channels three steps inside a lane and log2(DIM / 8) shuffles.
 #pragma once
 #include "fwd_mma.h"
 #include "mma_image.h"
@@ -17,9 +18,9 @@ template<int DIM, Mode MODE> struct RowShare {
   int token, channel;  // of x[0]
   float worst = 0.f;   // the largest scaled value of V
 
-  SAGE2_DEV RowShare() {
-    const int lane = threadIdx.x % 32, row = lane / kLanes;
-    token = row / 2 * 8 + (int)threadIdx.x / 32 % kScaleGroups * 2 + row % 2;
+  SAGE2_DEV explicit RowShare(int tid) {
+    const int lane = tid % 32, row = lane / kLanes;
+    token = row / 2 * 8 + tid / 32 % kScaleGroups * 2 + row % 2;
     channel = lane % kLanes * 8;
     #pragma unroll
     for (int i = 0; i < kLoads; i++) x[i] = make_uint4(0, 0, 0, 0);
@@ -40,18 +41,13 @@ template<int DIM, Mode MODE> struct RowShare {
   }
   SAGE2_DEV uint32_t present(const Params &p, const Head &h, int block) const {  // bit i: the key of x[i] exists
     uint32_t there = 0;
-    #pragma unroll
+    #pragma unroll 4
     for (int i = 0; i < kLoads; i++) there |= (uint32_t)exists<MODE>(p, h, block * kTileTokens + token + step(i)) << i;
     return there;
   }
 
-  struct Mean { float of[8]; };
-  SAGE2_DEV Mean mean_of(const float *vector) const {
-    Mean mean;
-    load8(vector + channel, mean.of);
-    return mean;
-  }
-  // Keys less their mean, in fp32: a lane's eight channels of x[i]; zeros where there is no key.
+  // Keys less their mean, in fp32: a lane's eight channels of x[i]; zeros where there is no key. The whole warp comes
+  // here for every i, whole rows side by side. What is done to keys before their scale is taken belongs here.
   SAGE2_DEV void centred_keys(const Params &p, int i, const float (&mean)[8], bool there, float (&f)[8]) const {
     widen(x[i], is_bf16<MODE>(p), f);
     #pragma unroll
@@ -71,11 +67,12 @@ template<int DIM, Mode MODE> struct RowShare {
       top = max_keep_nan(top, max_keep_nan(fabsf(__fsub_rn(low[e], mean[e])), fabsf(__fsub_rn(high[e], mean[e]))));
     return top;
   }
-  SAGE2_DEV float largest(const Params &p, const float (&mean)[8], uint32_t there) const {
+  SAGE2_DEV float largest(const Params &p, const float (&mean)[8], uint32_t there) {
     float top = 0.f;
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       float f[8];
+      forget(x[i].x, x[i].y, x[i].z, x[i].w);  // one row after the other: registers that are not there
       centred_keys(p, i, mean, there >> i & 1, f);
       #pragma unroll
       for (int e = 0; e < 8; e++) top = max_keep_nan(top, fabsf(f[e]));
@@ -86,8 +83,8 @@ template<int DIM, Mode MODE> struct RowShare {
   // The block's INT8 keys of this warp and their scale. ALL: each key exists, and if there is more, those of the next
   // block are read as soon as their registers are free.
   template<bool ALL>
-  SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const Mean &of, int block, bool more) {
-    const float (&mean)[8] = of.of;
+  SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const float (&mean)[8], int block,
+                            bool more) {
     const uint32_t there = ALL ? ~0u : present(p, h, block);
     constexpr bool kAsked = !is_plain(MODE);
     const bool int4 = kAsked && p.int4, packed = kAsked && DIM <= 128 && p.int4 == kPackedInt4;
@@ -97,18 +94,17 @@ template<int DIM, Mode MODE> struct RowShare {
     const int group = threadIdx.x / 32 % kScaleGroups;
     if (threadIdx.x % 32 == 0) p.images.k_scale[image * kScaleGroups + group] = s8.scale;
     constexpr int kPitch = DIM > 128 ? 128 : DIM;  // bytes of a row
-    const int at = k_offset(token, channel, DIM),
-              odd = kAtOnce > 1 ? 0 : k_offset(token + 1, channel, DIM) - kPitch - at;
+    const int at = k_offset(token, channel, DIM);
     uint8_t *const out = p.images.k + image * (int64_t)(k_image_bytes(DIM) / (packed ? 2 : 1));
     #pragma unroll
     for (int i = 0; i < kLoads; i++) {
       float f[8];
-      if (!ALL) forget(x[i].x, x[i].y, x[i].z, x[i].w);  // centred again: registers that are not there
+      if (!ALL) forget(x[i].x, x[i].y, x[i].z, x[i].w);  // centred again
       centred_keys(p, i, mean, there >> i & 1, f);
       if (packed) *(uint32_t *)(out + k4_offset(token, channel, DIM) + step(i) * (DIM / 2)) = pack_s4(f, s8.inverse);
       else
-        *(uint2 *)(out + at + (i % 2 ? odd : 0) + step(i) * kPitch) = {pack_s8(f[0], f[1], f[2], f[3], s8.inverse),
-                                                                       pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
+        *(uint2 *)(out + (kAtOnce == 1 && i % 2 ? at ^ 16 : at) + step(i) * kPitch) = {
+            pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
       if (ALL) load(h, rows, i, block + 1, more);
     }
   }

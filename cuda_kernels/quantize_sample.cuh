@@ -20,7 +20,7 @@ struct VRange {
   float limit;  // the largest number of an image
   SAGE2_DEV bool is_beyond(float x) const { return x > limit * 1.03125f; }  // below, it is rounded to limit at most
 };
-template<int WIDTH> struct Vectors {  // in shared memory
+template<int WIDTH> struct Vectors {              // in shared memory
   alignas(16) float mean[WIDTH], inverse[WIDTH];  // inverse, of V: what |v - mean| is multiplied by
 };
 template<int WIDTH> struct Partial {
@@ -81,7 +81,8 @@ template<bool FP16> SAGE2_DEV void v_scale_of(uint32_t bits, float limit, float 
 // One sample group of eight channels. Values that are not finite count as zero for the sum, and not at all for the
 // extremes.
 template<int WIDTH, Mode MODE, bool IS_V>
-SAGE2_DEV void sample_group(const Params &p, const Head &h, const Rows &rows, int group, int chunk, Partial<WIDTH> &to) {
+SAGE2_DEV void sample_group(const Params &p, const Head &h, const Rows &rows, int group, int chunk,
+                            Partial<WIDTH> &to) {
   constexpr int kEach = kMeanSamples / kMeanGroups;
   const int samples = mean_samples(h.keys);
   const bool bf16 = is_bf16<MODE>(p);
@@ -138,9 +139,9 @@ SAGE2_DEV void sampled_range(const Partial<WIDTH> &partial, int channel, bool bf
   if (!(low <= high)) low = high = 0.f;
 }
 
-// The vectors of K, or of V with the scales that the sample gives, by a whole CTA. leads: it writes them where they belong,
-// `head` and `channel0` of arrays of STRIDE channels.
-// A channel without a usable sample gets scale zero and an inverse that everything but the mean itself overflows.
+// The vectors of K, or of V with the scales that the sample gives, by a whole CTA. leads: it writes them where they
+// belong, `head` and `channel0` of arrays of STRIDE channels. A channel without a usable sample gets scale zero and an
+// inverse that everything but the mean itself overflows.
 template<int WIDTH, int STRIDE, int THREADS, Mode MODE, bool IS_V, bool FP16>
 SAGE2_DEV void sample(const Params &p, const Head &h, const Rows &rows, VRange range, Partial<WIDTH> &partial,
                       Vectors<WIDTH> &to, bool leads, int head, int channel0) {

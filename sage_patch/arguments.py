@@ -67,22 +67,23 @@ def check_rank(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """query, key and value as [B, H, N, D] belong together."""
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)} as [B, H, N, D]"
-    if query.shape[0] != key.shape[0] or key.shape[0] != value.shape[0]:
-        raise ValueError(f"batch sizes differ: {shapes}")
-    if key.shape[2] != value.shape[2]:
-        raise ValueError(f"key and value lengths differ: {shapes}")
-    if query.shape[3] != key.shape[3]:
-        raise ValueError(f"query and key head_dim differ: {shapes}")
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if kv_heads != value.shape[1]:
-        raise ValueError(f"key and value head counts differ: {shapes}")
-    if heads == 0 or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"num_heads {heads} must be a positive multiple of num_kv_heads {kv_heads}: {shapes}")
-    if heads != kv_heads and not enable_gqa:
+    (batch, heads, _, dim), (kv_batch, kv_heads, kv_len, kv_dim) = query.shape, key.shape
+    wrong = ""
+    if batch != kv_batch or kv_batch != value.shape[0]:
+        wrong = "batch sizes differ"
+    elif kv_len != value.shape[2]:
+        wrong = "key and value lengths differ"
+    elif dim != kv_dim:
+        wrong = "query and key head_dim differ"
+    elif kv_heads != value.shape[1]:
+        wrong = "key and value head counts differ"
+    elif heads == 0 or kv_heads == 0 or heads % kv_heads:
+        wrong = f"num_heads {heads} must be a positive multiple of num_kv_heads {kv_heads}"
+    elif heads != kv_heads and not enable_gqa:
+        wrong = f"num_heads {heads} differs from num_kv_heads {kv_heads}: pass enable_gqa=True, or check tensor_layout"
+    if wrong:
         raise ValueError(
-            f"num_heads {heads} differs from num_kv_heads {kv_heads}: pass enable_gqa=True, or check "
-            f"tensor_layout: {shapes}"
+            f"{wrong}: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)} as [B, H, N, D]"
         )
 
 

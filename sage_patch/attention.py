@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sage_patch import arguments
+from sage_patch.args import Args
 from sage_patch.dispatch import Layout, Options, UnsupportedCall, attend, choose, describe, is_training, unify
 from sage_patch.dispatch import arguments as to_operator
 from sage_patch.kernels import ops, torch_private
@@ -71,7 +72,7 @@ def sage_attention(
             (dropout_p, is_causal, enable_gqa, return_lse, scale, softcap, window),
             (tensor_layout, causal_align, AUTO if recipe is None else recipe, on_unsupported),
         )  # fmt: skip
-        planned: ops.Planned | None = None if kind is None else PLANS.get(kind)
+        planned: ops.Planned | _Exact | None = None if kind is None else PLANS.get(kind)
         if planned is not None and not ops.is_watched():
             tensors = (attn_mask, None, None, sinks, cu_seqlens_q, cu_seqlens_k)
             out, lse = planned.launch(query, key, value, tensors)
@@ -123,10 +124,14 @@ def sage_attention(
     limits = Limits() if recipe == AUTO else NO_LIMITS
     chosen, reason = choose(parse_recipe(recipe), call, limits, on_unsupported)
     out, lse = attend(query, key, value, options, call, chosen, reason)
-    if kind is not None and not chosen.is_exact and all(map(operator.is_, views, (query, key, value))):
-        planned = ops.planned(query, key, value, to_operator(query, options, chosen, reason))
-        if planned is not None:
-            PLANS.put(kind, planned._replace(plan=planned.plan.of_user(given, packed)))
+    if kind is not None and all(map(operator.is_, views, (query, key, value))):
+        args = to_operator(query, options, chosen, reason)
+        if not chosen.is_exact:
+            found = ops.planned(query, key, value, args)
+            if found is not None:
+                PLANS.put(kind, found._replace(plan=found.plan.of_user(given, packed)))
+        elif not packed:  # whose lengths are looked at each time
+            PLANS.put(kind, _Exact(args._replace(attn_mask=None, sinks=None), tensor_layout == "NHD"))
     if packed:
         out = out[0].transpose(0, 1)
         lse = lse[0] if lse is not None else None
@@ -138,14 +143,31 @@ def sage_attention(
     return out
 
 
+class _Exact(NamedTuple):
+    """A dense call that runs exact, and why. args: without its tensors."""
+
+    args: Args
+    is_nhd: bool
+
+    def launch(
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the plans of kernels are launched."""
+        if self.is_nhd:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        mask = arguments.mask4(tensors[0], query, key)
+        out, lse = ops.attend(query, key, value, self.args._replace(attn_mask=mask, sinks=tensors[3]))
+        return out.transpose(1, 2) if self.is_nhd else out, lse if self.args.return_lse else None
+
+
 _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _kind(
     query: Any, key: Any, value: Any, others: tuple[Any, ...], numbers: tuple[Any, ...], words: tuple[Any, ...]
 ) -> tuple[object, ...] | None:
-    """What a call that runs on compiled kernels has in common with all that run alike: everything that is checked or
-    decided on. None: it cannot be such a call, or has to be looked at each time.
+    """What a call has in common with all that are decided alike: everything that is looked at for that. None: it has to
+    be looked at each time.
 
     Types are asked because keys are compared by value: 1 is not a truth value, although it equals True. A training step
     is no such call (`choose`), so that it need not be told apart.
@@ -164,7 +186,7 @@ def _kind(
         return None
     facts: list[object] = []
     learns = torch.is_grad_enabled()
-    for x in [x for x in (query, key, value, *others) if x is not None]:
+    for x in (query, key, value, *[x for x in others if x is not None]):
         if type(x) not in _TENSORS or x.is_nested or x.layout is not torch.strided or (learns and x.requires_grad):
             return None
         facts += (x.shape, x.stride(), x.dtype, x.device)

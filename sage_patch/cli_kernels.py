@@ -52,13 +52,8 @@ def bench(
         _share(read, output)
         return
     with clean_errors():
+        from sage_patch.evaluation.bench import command, measure, plans
         from sage_patch.evaluation.bench import gate as gates
-        from sage_patch.evaluation.bench import measure as benchmark
-        from sage_patch.evaluation.bench import plans
-        from sage_patch.evaluation.bench.accumulators import measure_sums
-        from sage_patch.evaluation.bench.tables import bench_tables, crossover_table, write_bench
-        from sage_patch.evaluation.tables import show
-        from sage_patch.kernels import crossover as crossovers
 
         plan_ = plans.plan(
             preset_name=preset,
@@ -72,27 +67,15 @@ def bench(
             seconds=budget,
             note={"command": command_line()},
         )
-        committed = gates.read(gate) if gate is not None else None
-        benchmark.require_gpu()
-        if output is not None:
-            output_folder(output)
+        recorded = gates.read(gate) if gate is not None else None
+        measure.require_gpu()
+        folder = output_folder(output) if output is not None else None
         console = console_of()
         with progress_on(console, loads_models=False) as progress:
-            result = benchmark.run(plan_, progress, say)
-        show(bench_tables(result), console)
-        if crossover:
-            name, card = benchmark.crossover_card(result)
-            path = table or crossovers.user_table()
-            crossovers.write(path, name, card)
-            show([crossover_table(name, card), *measure_sums(name, card["measured"], path)], console)
-            say(f"wrote {path}")
-        if output is not None:
-            say(f"wrote {', '.join(map(str, write_bench(output, result, plot)))}")
-        if committed is not None:
-            slower, compared = gates.slower(result, committed, gate_percent)
-            say("\n".join([f"{compared} ratios compared with {gate}, {len(slower)} lower", *slower]))
-            if slower:
-                raise typer.Exit(1)
+            result = measure.run(plan_, progress, say)
+        command.show_and_write(result, plan_, console, say, folder, table, plot)
+        if recorded is not None and not command.passes(result, recorded, gate_percent, say):
+            raise typer.Exit(1)
 
 
 def _share(read: Path | None, output: Path | None) -> None:

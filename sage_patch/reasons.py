@@ -41,9 +41,7 @@ REASONS: dict[str, Reason] = {
     "dtype_*": Reason("inputs of {} cannot be quantized: float16 and bfloat16 can"),
     "head_dim": Reason("heads are wider than the kernels take for this recipe"),
     "v_head_dim": Reason("values are wider than the kernels take beside these keys"),
-    "variant": Reason(
-        "nothing computes this variant of the recipe on this device; most variants exist on a CPU, for ablations"
-    ),
+    "variant": Reason("nothing computes this variant of the recipe here; most variants exist on a CPU, for ablations"),
     "no_fp8": Reason("this card's tensor cores have no FP8: choose a recipe with FP16 P and V"),
     "rank": Reason("the tensors are not [batch, heads, tokens, head_dim]"),
     "nested": Reason("nested tensors, which torch's own function takes"),

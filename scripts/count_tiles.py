@@ -71,12 +71,14 @@ def shared_bytes(dim: int, product: int, threads: int) -> int:
     return 128 * dim + 2 * stage + 4 * 128 + threads // 32 * 16
 
 
-def count(dim: int, product: int, code: list[machine_code.Instruction], registers: int) -> dict[str, Any] | None:
+def count(
+    architecture: str, dim: int, product: int, code: list[machine_code.Instruction], registers: int
+) -> dict[str, Any] | None:
     """One row of the file; None for a kernel that is not compiled for this architecture."""
     if not any(machine_code.tensor_core(operation) for _, operation, _ in code):
         return None
     pv, sums = PRODUCTS[product]
-    fragments = 1 if product == machine_code.SPLIT or dim > 128 else 2
+    fragments = machine_code.fragments_of(architecture, dim, product, machine_code.DENSE)
     body = [operation for _, operation, _ in machine_code.loop(code)]
     units = Counter(unit_of(operation) for operation in body)
     if product == machine_code.FP16:  # O times factors, where a maximum moved
@@ -97,7 +99,7 @@ def count_one(architecture: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of one architecture, compiled in `folder`."""
     used = registers(machine_code.compiled(UNIT, architecture, folder)[1])
     found = sorted(machine_code.kernels(UNIT, architecture, folder).items())
-    rows = (count(dim, product, code, used[dim, product]) for (dim, product, _, _), code in found)
+    rows = (count(architecture, dim, product, code, used[dim, product]) for (dim, product, _, _), code in found)
     return [row for row in rows if row is not None]
 
 

@@ -120,6 +120,7 @@ def calls() -> list[tuple[str, tuple[int, ...], dict[str, Any], Callable[[int, i
 def variants(rows: list[Row]) -> None:
     kinds = [("mma", FP8, dim) for dim in (64, 96, 128, 256)] + [("mma", FP16, dim) for dim in (64, 96, 128, 256)]
     kinds += [("mma_split", recipe, dim) for recipe in (FP16, FP8) for dim in (64, 128)]
+    kinds += [("mma_small", FP16, dim) for dim in (64, 128)]
     kinds += [("mma", "qk_int4_pv_fp8", 128), ("mma", "qk_int4_pv_fp16", 64)]
     kinds += [
         ("mma_int4", "qk_int4_pv_fp8", 64),
@@ -196,6 +197,7 @@ def timings(rows: list[Row]) -> None:
     for dim in (64, 128, 256):
         q, k, v = tensors(1, heads, heads, n, n, dim, torch.float16)
         kinds = [(backend, recipe) for recipe in (FP16, FP8) for backend in (None, "mma", "mma_split")]
+        kinds.append(("mma_small", FP16))
         for backend, recipe in [*kinds, ("mma", "qk_int4_pv_fp16"), ("mma_int4", "qk_int4_pv_fp16")]:
             if dim == 256 and (backend, recipe) not in ((None, FP8), ("mma", FP8), ("mma", FP16)):
                 continue

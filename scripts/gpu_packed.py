@@ -91,7 +91,7 @@ def measure(batch: int, tokens: int, name: str, keywords: dict[str, Any], recipe
     if tokens_first:
         out = out.reshape(batch, tokens, HEADS, DIM).transpose(1, 2)
     out = out[-1][:, rows].double()
-    time = timing.measure(run, timing.Timing())
+    time = timing.measure(run, timing.FROM_REST)
     return {
         "batch": batch, "tokens": tokens, "is_causal": keywords["is_causal"], "case": name, "recipe": recipe,
         "burst_ms": time.burst_ms, "sustained_ms": time.sustained_ms, "device_ms": device_ms(run),

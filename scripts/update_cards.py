@@ -28,6 +28,7 @@ from sage_patch.recipes import RECIPES  # noqa: E402
 RESULTS = ROOT / "docs" / "results"
 DOCS = ROOT / "docs" / "cards.md"
 SHOWN = (2048, 8192, 32768)
+TORCH = ("sdpa_cudnn", "sdpa_fa2", "sdpa_default")  # the backends that torch itself may choose
 # mma.sync of an H200: multiply-adds a clock and SM, measured with independent chains of each instruction.
 H200_RATES = {"s8": 2468.0, "f16": 1190.0, "f16_fp16": 1190.0}
 H200_SHARED_KIB, H200_SMS, H200_GHZ = 228, 132, 1.98
@@ -39,7 +40,7 @@ def measured() -> dict[str, Any]:
     found: dict[str, dict[str, dict[str, float]]] = {}
     result = json.loads((RESULTS / "kernels_h200.json").read_text())
     for row in result["rows"]:
-        exact = max((row.get(peer) or 0.0 for peer in crossover.EXACT_PEERS), default=0.0)
+        exact = max((row.get(peer) or 0.0 for peer in TORCH), default=0.0)
         for recipe, op in crossover.OPS.items():
             if not row["is_causal"] and row.get(op) and exact:
                 by_length = found.setdefault(str(row["head_dim"]), {}).setdefault(recipe, {})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,8 +40,8 @@ def test_published_speeds_are_near_what_is_predicted(name: str, kernel: str, top
     pv, sums = kernel.split("/")
     found = card_model.tops(card, 128, RECIPES[f"qk_int8_pv_{pv}"], sums)
     assert found is not None and found.low <= found.likely <= found.high
-    # Theirs are other kernels: L20's FP16 has more warps than ours, and GeForce runs above its data sheet's clock.
-    assert 0.9 * found.low <= tops <= 1.2 * found.high
+    # Theirs are other kernels, and GeForce runs above its data sheet's clock.
+    assert 0.85 * found.low <= tops <= 1.2 * found.high
 
 
 def test_the_sums_of_the_table_are_those_that_are_predicted_to_be_faster() -> None:
@@ -54,12 +56,10 @@ def test_the_sums_of_the_table_are_those_that_are_predicted_to_be_faster() -> No
             assert each[chosen].likely == max(found.likely for found in each.values()), (card.name, recipe.name)
 
 
-def test_two_ctas_fit_where_the_tile_says_so() -> None:
-    for architecture, shared in (("89", 100), ("120", 100), ("80", 164), ("100", 228)):
+def test_no_kernel_leaves_a_scheduler_with_one_warp() -> None:
+    for architecture, shared in (("86", 100), ("89", 100), ("120", 100), ("80", 164), ("100", 228), ("110", 228)):
         for kernel in card_model.kernels()[architecture]:
-            if (kernel["head_dim"], kernel["sums"]) == (128, "fp32"):
-                expected = 1 if kernel["pv"] == "fp16" and shared == 100 else 2
-                assert card_model.warps_a_scheduler(kernel, shared, architecture) == expected
+            assert card_model.warps_a_scheduler(kernel, shared, architecture) >= 2, (architecture, kernel)
 
 
 def test_gains_rise_with_length_and_break_even_is_where_they_are_one() -> None:
@@ -79,7 +79,7 @@ def test_the_product_takes_twice_the_predicted_length_and_never_where_there_is_n
     assert entry["measured"].startswith("predicted, never timed on this card")
     predicted = card_model.predicted_break_even(cards.named("RTX 4090"), 128, FP8)
     assert entry["head_dims"]["128"]["full"][FP8.name] == max(2 * predicted, 1024)
-    assert dict(crossover.look_up(crossover.card_of("NVIDIA B200"), 128, False))[FP16.name] == crossover.NEVER
+    assert crossover.card_of("NVIDIA B200")["head_dims"]["128"]["full"][FP16.name] is None  # never
     assert crossover.card_of("NVIDIA H100 80GB HBM3") == crossover.card_of(
         "a card that nobody knows"
     )  # the generic one
@@ -103,8 +103,10 @@ def test_docs_and_table_hold_what_their_sources_say() -> None:
 # The command
 
 
-def invoke(*words: str):
-    return CliRunner().invoke(app, ["plan", *words])
+def invoke(*words: str) -> SimpleNamespace:
+    """The command's exit code, and what it printed, with single spaces."""
+    done = CliRunner().invoke(app, ["plan", *words])
+    return SimpleNamespace(exit_code=done.exit_code, output=re.sub(" +", " ", done.output))
 
 
 def test_plan_of_a_card_alone() -> None:
@@ -141,7 +143,7 @@ def test_plan_of_a_model_on_a_card() -> None:
 def test_plan_says_what_it_needs() -> None:
     unknown, nothing = invoke("--card", "RTX 4O90"), invoke()
     assert unknown.exit_code == 2 and "unknown card 'RTX 4O90'; nearest: \"RTX 4090\"" in unknown.output
-    assert nothing.exit_code == 2 and "or --card with the name of a GPU" in nothing.output
+    assert nothing.exit_code == 2 and "plan needs a run configuration" in nothing.output
 
 
 # Calibration
@@ -153,7 +155,9 @@ def test_calibration_prices_the_card_at_hand(monkeypatch: pytest.MonkeyPatch) ->
     model = cost_model("RTX 4090", cpu)
     assert model.card == "RTX 4090" and "never timed on this card" in model.source
     assert model.ladder == ("qk_int8_pv_fp8", "qk_int8_pv_fp16", "exact")
-    assert cost_model("L40S", cpu).ladder == ("qk_int8_pv_fp8", "exact")  # FP16 gains nothing there
+    assert cost_model("L40S", cpu).ladder == ("qk_int8_pv_fp8", "qk_int8_pv_fp16", "exact")
+    with pytest.raises(ChoiceError, match="unknown; nearest"):
+        cost_model("RTX 4O90", cpu)
     monkeypatch.setattr(ops, "backend_for", lambda device: "mma")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 4090")
     assert cost_model("auto", cuda) == model

@@ -16,6 +16,7 @@ from sage_patch.dispatch import choose
 from sage_patch.kernels import accumulators, crossover, library, ops, plain
 from sage_patch.recipes import NO_LIMITS, RECIPES, Call, parse_recipe
 from tiny import logits, text_model, tokens
+from zoo.plain_library import INDEX, Recorder, in_place
 
 FP8, FP16 = "qk_int8_pv_fp8", "qk_int8_pv_fp16"
 # The name that the driver gives: compute capability, row of the table, default recipe ("": exact), sums in fp16, and
@@ -23,12 +24,12 @@ FP8, FP16 = "qk_int8_pv_fp8", "qk_int8_pv_fp16"
 DEVICES = {
     "NVIDIA A100-SXM4-80GB": ((8, 0), "A100 80GB", FP16, (), True),
     "NVIDIA GeForce RTX 3090": ((8, 6), "RTX 3090", FP16, ("fp16",), True),
-    "NVIDIA RTX A6000": ((8, 6), "RTX A6000", FP16, ("fp16",), False),
+    "NVIDIA RTX A6000": ((8, 6), "RTX A6000", FP16, (), True),
     "Orin": ((8, 7), "Jetson AGX Orin", FP16, (), True),
-    "NVIDIA L40S": ((8, 9), "L40S", FP8, ("fp16",), True),
-    "NVIDIA L4": ((8, 9), "L4", FP8, ("fp16",), True),
+    "NVIDIA L40S": ((8, 9), "L40S", FP8, (), True),
+    "NVIDIA L4": ((8, 9), "L4", FP8, (), True),
     "NVIDIA GeForce RTX 4090": ((8, 9), "RTX 4090", FP8, ("fp8", "fp16"), True),
-    "NVIDIA RTX 6000 Ada Generation": ((8, 9), "RTX 6000 Ada", FP8, ("fp16",), True),
+    "NVIDIA RTX 6000 Ada Generation": ((8, 9), "RTX 6000 Ada", FP8, (), True),
     "NVIDIA H100 80GB HBM3": ((9, 0), "H100", FP8, (), True),
     "NVIDIA H200": ((9, 0), "H200", FP8, (), True),
     "NVIDIA GH200 480GB": ((9, 0), "GH200", FP8, (), True),
@@ -36,8 +37,8 @@ DEVICES = {
     "NVIDIA B300 SXM6 AC": ((10, 3), "B300", FP16, (), False),
     "NVIDIA Thor": ((11, 0), "Jetson AGX Thor", FP16, (), False),
     "NVIDIA GeForce RTX 5090": ((12, 0), "RTX 5090", FP8, ("fp8", "fp16"), True),
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": ((12, 0), "RTX PRO 6000 Blackwell", FP8, ("fp16",), True),
-    "NVIDIA GB10": ((12, 1), "GB10", FP8, ("fp16",), True),
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": ((12, 0), "RTX PRO 6000 Blackwell", FP8, (), True),
+    "NVIDIA GB10": ((12, 1), "GB10", FP8, (), True),
     "Tesla T4": ((7, 5), "T4", "", (), False),
     "Tesla V100-SXM2-16GB": ((7, 0), "V100", "", (), False),
     "NVIDIA Novel 9000": ((8, 9), None, FP8, (), True),  # no row: safe defaults
@@ -59,7 +60,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     stub = SimpleNamespace(prepare=lambda index: None, forward=plain.forward)
     monkeypatch.setattr(backends, "module", lambda path: stub)
     monkeypatch.setattr(
-        crossover, "lengths", lambda index, dim, causal: crossover.look_up(crossover.card_of(name), dim, causal)
+        crossover, "lengths", lambda index, dim, causal, *_: crossover.look_up(crossover.card_of(name), dim, causal)
     )
 
 
@@ -161,17 +162,12 @@ def test_what_a_user_measured_wins_over_the_table(tmp_path) -> None:
 
 def test_the_flag_is_packed_for_the_card_and_the_type_of_p_v(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
-    monkeypatch.setattr(library, "of_device", lambda index: (None, 89))
-    monkeypatch.setattr(library.CALL, "pack", lambda **fields: packed.append(fields["flags"]) or b"")
-    monkeypatch.setattr(library, "workspace_bytes", lambda lib, data: 0)
-    monkeypatch.setattr(library.torch_private, "current_stream", lambda index: 0)
-    monkeypatch.setattr(library, "sums_in_fp16", {(-1, "fp8")})
     q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.Tensor, "get_device", lambda self: 0)
-        for pv, sums in (("fp8", {(0, "fp8")}), ("fp16", {(0, "fp8")}), ("fp8", {(1, "fp8")})):
-            patched.setattr(library, "sums_in_fp16", sums)
-            library._pack(q, q, q, plain_args(), RECIPES[f"qk_int8_pv_{pv}"], None, lambda *_: (None, 0))
+    with in_place(Recorder()):
+        for pv, sums in (("fp8", {(INDEX, "fp8")}), ("fp16", {(INDEX, "fp8")}), ("fp8", {(1, "fp8")})):
+            monkeypatch.setattr(library, "sums_in_fp16", sums)
+            call = library.Call(q, q, q, plain_args(), RECIPES[f"qk_int8_pv_{pv}"])
+            packed.append(library.FACTS.unpack(call.args)["flags"])
     assert [flags & library.FLAGS["PV_FP16_SUMS"] for flags in packed] == [1024, 0, 0]
 
 

@@ -241,8 +241,9 @@ def test_an_output_that_is_a_file_is_refused_before_the_work(tmp_path: Path) -> 
         terminal.output_folder(tmp_path / "taken")
 
 
-def test_plan_of_a_folder_or_hub_id_without_a_run_file(tmp_path):
+def test_plan_of_a_folder_or_hub_id_without_a_run_file(monkeypatch):
     """A model by its place, a policy by its name; built from the configs alone."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else the last case waits for a hub
     text = invoke("plan", "--model", str(ROOT / "tests/assets/lm-tiny-d128"), "--policy", "qk_int8_pv_fp16")
     assert text.exit_code == 0 and "qk_int8_pv_fp16" in text.stdout and "model.layers." in text.stdout
     video = invoke("plan", "--model", str(ROOT / "tests/assets/wan-doom-d128"), "--policy", "wan")

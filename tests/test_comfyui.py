@@ -7,6 +7,7 @@ anew, and `own` its attention over torch, with its arguments and layouts.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import sage_patch
 from sage_patch.dispatch import UnsupportedCall
 from sage_patch.integrations.comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS, Override
 from sage_patch.integrations.comfyui.nodes import OPTION, SagePatch, SagePatchReport, patched
+from sage_patch.kernels import ops
 from sage_patch.policy import Policy, PolicyError, Rule
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,6 +161,18 @@ def test_what_only_comfyui_understands_is_left_to_it_and_counted(kwargs, reason)
         entry(q, q, q, HEADS, transformer_options=options_of(strict), **kwargs)
 
 
+@pytest.mark.parametrize("mask", [torch.ones(TOKENS, TOKENS, dtype=torch.int64), object()])
+def test_masks_that_are_none_of_torchs_are_left_to_comfyui(mask):
+    model, q, given = patched(Model(), Policy()), flat(), []
+
+    def theirs(*args, **kwargs):
+        given.append(args[4])
+        return args[0]
+
+    assert override(model)(theirs, q, q, q, HEADS, mask, transformer_options={}) is q and given[0] is mask
+    assert "exact x1 (argument_mask)" in override(model).report()
+
+
 def test_short_and_float32_calls_are_left_too():
     model = patched(Model(), Policy())
     for q in (flat(tokens=8), flat(dtype=torch.float32)):
@@ -253,6 +267,16 @@ def test_the_model_itself_and_other_clones_are_untouched():
     assert override(anew) is not override(again)
     without_options = patched(Model({}), Policy())
     assert override(without_options)
+
+
+def test_a_model_that_is_dropped_takes_its_counters_along():
+    model, q = patched(Model(), Policy()), flat()
+    token = override(model)._token
+    entry(q, q, q, HEADS, transformer_options=options_of(model))
+    assert ops.counts(token)
+    del model
+    gc.collect()
+    assert not ops.counts(token)
 
 
 def test_another_nodes_override_is_not_replaced():

@@ -331,6 +331,7 @@ POLICIES = st.builds(
     Policy,
     recipe=st.sampled_from(recipe_names()),
     min_kv_len=st.none() | st.integers(1, 9),
+    exact_backend=st.sampled_from(["torch", "fa3"]),
     rules=st.lists(RULES, max_size=4),
 )
 VALUES = st.recursive(

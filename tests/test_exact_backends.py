@@ -244,7 +244,7 @@ def test_an_adapters_mask_reaches_torch_as_it_is(
         seen.append(attn_mask)
         return torchs(*tensors, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", looked_at)
+    monkeypatch.setattr(exact, "_TORCH_SDPA", looked_at)
     visibility = Visibility(q_len=37, kv_len=37, attn_mask=mask)
     out, _ = exact.exact_attention(q, k, v, visibility, scale=0.2, guard_rows=guard_rows)
     assert (seen[0].data_ptr() == mask.data_ptr() and seen[0].stride() == mask.stride()) == (not guard_rows)

@@ -86,16 +86,14 @@ def held(s: sm90.Stages, exp: str) -> Tensor:
 @pytest.mark.parametrize("exp", EXPONENTS)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_scores_of_any_size(exp: str, dim: int) -> None:
-    q, k, v = tensors(70, 300, dim)
+    q, k, v = tensors(18, 300, dim, heads=1)
     shares = {}
     for size in SIZES:
         s = sm90.emulate((q.float() * size).bfloat16(), k, v, scale=dim**-0.5, exp=exp)
         shares[size] = float(held(s, exp)[..., :256].float().mean())
         assert bool(s.out.isfinite().all())
-        exact = sm90.emulate((q.float() * size).bfloat16(), k, v, scale=dim**-0.5)
-        assert torch.equal(s.m, exact.m) and torch.equal(s.p[~_tiles(s.by_bits)], exact.p[~_tiles(s.by_bits)])
     assert shares[1.0] == shares[0.0] == 1 and shares[1e6] == shares[1e30] == 0
-    for change in (torch.logspace(-9, 9, 70)[:, None], torch.logspace(9, -9, 70)[:, None]):
+    for change in (torch.logspace(-9, 9, 18)[:, None], torch.logspace(9, -9, 18)[:, None]):
         held(sm90.emulate((q * change).bfloat16(), k, v, scale=dim**-0.5, exp=exp), exp)
     for change in (torch.logspace(-9, 9, 300)[:, None], torch.logspace(9, -9, 300)[:, None]):
         held(sm90.emulate(q, (k * change).bfloat16(), v, scale=dim**-0.5, exp=exp), exp)
@@ -108,14 +106,18 @@ def test_scores_of_any_size(exp: str, dim: int) -> None:
             assert bool((s.p[..., :256] == s.p[..., :1]).all()) and int(s.p[..., 0].min()) >= 0x7C
 
 
-def _tiles(by_bits: Tensor) -> Tensor:
-    return by_bits.repeat_interleave(ti.TILE_TOKENS, -1)
+def test_other_tiles_are_the_exact_ones() -> None:
+    q, k, v = tensors(70, 300, 64)
+    for size in (1.0, 30.0, 100.0):
+        s, exact = (sm90.emulate(q * size, k, v, scale=0.125, is_causal=True, exp=e) for e in ("chord", "exact"))
+        others = ~s.by_bits.repeat_interleave(ti.TILE_TOKENS, -1)
+        assert torch.equal(s.m, exact.m) and torch.equal(s.p[others], exact.p[others]) and bool(others.any())
 
 
 @pytest.mark.parametrize("exp", EXPONENTS)
 def test_largest_integers(exp: str) -> None:
     """Every quantized number 127: the largest scores there are, at steps from tiny to coarse."""
-    q, k, v = (torch.ones_like(x) for x in tensors(64, 256, 256))
+    q, k, v = (torch.ones_like(x) for x in tensors(16, 256, 256, heads=1))
     k[..., ::2, :] = -1
     for scale in (1e-8, 1e-4, 0.01, 0.1, 0.2, 0.3, 0.5, 1.0, 100.0):
         held(sm90.emulate(q, k, v, scale=scale, exp=exp, smooth_k=False), exp)
@@ -162,8 +164,8 @@ def test_which_tiles() -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_reference_is_the_kernels(exp: str, dim: int) -> None:
     """The CPU backend and the emulator form P alike: as near as with the exact exponent."""
-    q, k, v = tensors(200, 700, dim)
-    mask = torch.rand(1, 1, 200, 700, generator=torch.Generator().manual_seed(1)) > 0.1
+    q, k, v = tensors(100, 700, dim, heads=1)
+    mask = torch.rand(1, 1, 100, 700, generator=torch.Generator().manual_seed(1)) > 0.1
     mask[..., 128:512] = True
     for options in ({}, {"is_causal": True}, {"attn_mask": mask}):
         for size in (1.0, 6.0):
@@ -177,7 +179,7 @@ def test_reference_is_the_kernels(exp: str, dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_accuracy(dim: int) -> None:
-    q, k, v = tensors(512, 2048, dim)
+    q, k, v = tensors(256, 1024, dim)
     ref = attention(q, k, v)[0]
     exact, duo, chord = (
         measure(sage_attention(q, k, v, recipe=f"{FP8}:exp={e}"), ref).rel_l1 for e in ("exact", *EXPONENTS)

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from sage_patch.cli import app
 from sage_patch.evaluation.bench import accumulators as sums
 from sage_patch.evaluation.bench import share
-from sage_patch.evaluation.bench.measure import BenchError
 
 ROW = {
     "head_dim": 128, "is_causal": False, "length": 4096, "num_heads": 32,
@@ -69,7 +68,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_by_name(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "card.json"
     path.write_text(json.dumps(changed(**values)))
-    with pytest.raises(BenchError) as error:
+    with pytest.raises(share.ShareError) as error:
         share.read(path)
     assert message in str(error.value) and f"{path} is no file of sage-patch bench --share" in str(error.value)
 
@@ -81,7 +80,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, ["bench", "--read", str(path)])
         assert done.exit_code == 2 and "is no file of sage-patch bench --share" in done.output
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(BenchError, match="not UTF-8|is no file"):
+    with pytest.raises(share.ShareError, match="not UTF-8|is no file"):
         share.read(path)
     assert CliRunner().invoke(app, ["bench", "--read", str(tmp_path / "none.json")]).exit_code == 2
 

@@ -78,6 +78,7 @@ for package in {OPTIONAL!r}:
 @pytest.mark.parametrize(
     ("code", "package", "message"),
     [
+        ("import sage_patch.integrations.comfyui", "yaml", "the node for ComfyUI needs yaml, .*'sage-patch[policy]'"),
         ("sage_patch.load_policy", "pydantic", "sage_patch.load_policy needs pydantic, .*'sage-patch[policy]'"),
         ("sage_patch.load_policy('wan')", "yaml", "sage_patch.load_policy needs yaml, .*'sage-patch[policy]'"),
         ("sage_patch.patch.policy_of('wan')", "yaml", "reading a policy needs yaml, .*'sage-patch[policy]'"),

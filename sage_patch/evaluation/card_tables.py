@@ -65,7 +65,9 @@ def runs(card: Card, text: str, head_dim: int | None) -> str:
 def from_length(card: Card, text: str, head_dim: int) -> str:
     """The length from which the product quantizes such calls on a card, without a mask; "" if it does not."""
     name = runs(card, text, head_dim)
-    found = dict(crossover.look_up(entry_of(card), head_dim, False)).get(name.partition(":")[0])
+    found: Any = dict(crossover.look_up(entry_of(card), head_dim, False)).get(name.partition(":")[0])
+    if isinstance(found, tuple):  # (batch x heads, length), the most heads first
+        found = found[0][1]
     return "" if name.startswith("exact") or found is None else str(found)
 
 
@@ -106,7 +108,8 @@ def card_tables(card: Card) -> list[Table]:
             cells.append(f"exact ({reason})" if reason else f"from {length} tokens" if length else "at any length")
         rows.append((recipe.name, *cells))
     columns = ("<recipe", *(f"<head_dim {dim}" for dim in HEAD_DIMS))
-    tables.append(Table("What runs by default, without a mask", columns, tuple(rows), _legend(words)))
+    note = f"Calls that are shorter run exact. INT4 runs only where it is asked for. {_legend(words)}".strip()
+    tables.append(Table("What each recipe runs, without a mask", columns, tuple(rows), note))
     return [*tables, *_gain_tables(card)]
 
 

@@ -2,7 +2,8 @@
 
 No torch, no Python ABI: plain nvcc objects linked into one shared library with the static CUDA runtime.
 A prebuilt `libsage2*.so` beside this file is preferred; the wheel has one for every card. Otherwise the library is
-built into a user cache under a name that hashes sources, flags and compiler. A file lock makes several processes build
+built into a user cache under a name that hashes sources, flags and compiler: by nvcc, or without it by NVRTC around a
+library for other cards (nvrtc.py). A file lock makes several processes build
 once, an atomic rename makes the result appear whole or not at all, and whoever holds the lock of a build knows that
 the folder of an earlier one was left by a process that was killed.
 
@@ -25,17 +26,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from sage_patch.errors import SagePatchError
+from sage_patch.kernels import nvrtc
 from sage_patch.kernels.toolchain import find_ninja, find_nvcc, link_flags, nvcc_version
 
 HERE = Path(__file__).resolve().parent
 FLAGS = ("-O3", "-std=c++17", "--compress-mode=size", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Xptxas=-v")
-LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--strip-all")
+# Of CUDA's runtime: what takes a kernel goes through late_kernels.cu.
+WRAPPED = (
+    "__cudaRegisterFunction",
+    "__cudaGetKernel",
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cudaFuncSetAttribute",
+    "cudaFuncGetAttributes",
+)
+LINK_FLAGS = ("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,--strip-all",
+              *(f"-Xlinker=--wrap={name}" for name in WRAPPED))  # fmt: skip
 LATER = "120"  # cards newer than every architecture here run its PTX
 _MARK = re.compile(r"^// Architectures: (.+)$", re.MULTILINE)
 _SERIALIZED = ("C7508", "C7510", "C7511", "C7512", "C7513", "C7514", "C7519")
@@ -232,7 +244,7 @@ def _sweep(cache: Path) -> None:
 
 
 def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, library: Path) -> None:
-    what = f"the CUDA kernels for {', '.join('sm_' + n for n in names)}"
+    what = _words(names)
     with tempfile.TemporaryDirectory(prefix=f"build-{library.stem.removeprefix('libsage2-')}-", dir=cache) as tmp:
         work = Path(tmp)
         (work / "build.ninja").write_text(_ninja_file(nvcc, source_dir(), names, library.name))
@@ -253,30 +265,87 @@ def _build_locked(nvcc: Path, ninja: Path, names: Sequence[str], cache: Path, li
         os.replace(work / library.name, library)
 
 
+def _words(names: Sequence[str]) -> str:
+    return f"the CUDA kernels for {', '.join('sm_' + n for n in names)}"
+
+
 def _run_with_progress(command: Sequence[str], what: str) -> tuple[int, str]:
-    """(exit status, output) of a ninja command. Says what it does and how far it is on stderr: a first call takes a
-    minute here, and a silent minute looks like a hang. Does not outlive this process's Ctrl-C."""
-    started, lines, overwrite = time.monotonic(), [], sys.stderr.isatty()
-    print(f"sage_patch: {what} ...", file=sys.stderr, flush=True)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    """(exit status, output) of a ninja command, with its progress. Does not outlive this process's Ctrl-C."""
+    lines = []
+    with (
+        _progress(what) as at,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
                 lines.append(line)
-                done = re.match(r"\[(\d+)/(\d+)\]", line)
-                if done and overwrite:
-                    seconds = time.monotonic() - started
-                    print(f"\rsage_patch: {done[1]} of {done[2]} files, {seconds:.0f} s", end="", file=sys.stderr)
+                if done := re.match(r"\[(\d+)/(\d+)\]", line):
+                    at(int(done[1]), int(done[2]))
         except BaseException:
             process.terminate()
             raise
-    seconds = time.monotonic() - started
-    end = "compiled" if process.returncode == 0 else "failed"
-    print(f"{chr(13) if overwrite else ''}sage_patch: {end} after {seconds:.0f} s", file=sys.stderr, flush=True)
     return process.returncode, "".join(lines)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Say on stderr what is done inside, how far it is (by the function given: parts done, of how many), and how long
+    it took: a first call takes a minute here, and a silent minute looks like a hang."""
+    started, overwrite = time.monotonic(), sys.stderr.isatty()
+
+    def at(done: int, of: int) -> None:
+        if overwrite:
+            seconds = time.monotonic() - started
+            print(f"\rsage_patch: {done} of {of} files, {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+
+    print(f"sage_patch: {what} ...", file=sys.stderr, flush=True)
+    yield at
+    end = f"sage_patch: that took {time.monotonic() - started:.0f} s"
+    print(f"\r{end}        " if overwrite else end, file=sys.stderr, flush=True)
+
+
+def build_late(architecture: str, host: Path, compiler: Path) -> Path:
+    """A copy of a library for other cards, with the kernels for this architecture beside it, compiled by NVRTC
+    (nvrtc.py) or found in the cache. Raises BuildError."""
+    (name,) = _check_architectures([architecture])
+    what = f"{_words([name])}, once, with {compiler}"
+    key = content_key([name], f"nvrtc {nvrtc.version(compiler)} {hashlib.sha256(host.read_bytes()).hexdigest()}")
+    cache = cache_dir()
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"libsage2-{key}.so"
+    with FileLock(cache / f"{key}.lock"):
+        if library.is_file():
+            return library
+        _sweep(cache)
+        with tempfile.TemporaryDirectory(prefix=f"build-{key}-", dir=cache) as tmp:
+            images = Path(tmp) / "images"
+            images.mkdir()
+            sources = [source_dir() / unit for unit, mark in units().items() if _targets(mark, [name])]
+            sources = [source for source in sources if nvrtc.has_kernels(source)]
+            logs = []
+            try:
+                with _progress(f"compiling {what}") as at:
+                    for log in nvrtc.compile_units(compiler, sources, name, images):
+                        logs.append(log)
+                        at(len(logs), len(sources))
+            except RuntimeError as error:
+                raise BuildError(f"{compiler} failed to build {what}:\n{error}") from None
+            if bad := check_log("\n".join(logs)):
+                raise BuildError(f"{compiler} produced slow code (spills, local memory):\n" + "\n".join(bad))
+            shutil.rmtree(library.with_suffix(""), ignore_errors=True)  # of a process killed between the next two
+            os.replace(images, library.with_suffix(""))
+            shutil.copyfile(host, Path(tmp) / "host")
+            os.replace(Path(tmp) / "host", library)
+    return library
 
 
 def find_library(architecture: str) -> Path:
     """The library to load for an architecture: the one that came with the package, if its name says that it holds it,
-    else the cached or freshly built one."""
-    return prebuilt(architecture) or build([architecture])
+    else one of the cache: compiled by nvcc, or where there is none, by NVRTC around a library for other cards."""
+    found = prebuilt(architecture)
+    if found is None and find_nvcc() is None:
+        host, compiler = next(iter(sorted(HERE.glob("libsage2*.so"))), None), nvrtc.find_library()
+        if host is not None and compiler is not None:
+            return build_late(architecture, host, compiler)
+    return found or build([architecture])

@@ -16,6 +16,7 @@ from torch import Tensor
 from sage_patch.args import Args, scale_for
 from sage_patch.errors import SagePatchError
 from sage_patch.kernels.plain import in_layout
+from sage_patch.recipes import Recipe
 
 NAME = "fa3"  # what is counted
 # (the module with flash_attn_func, what was compiled into it): of fa3-fwd, and of FlashAttention's own build
@@ -94,11 +95,11 @@ def _capability(index: int | None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, args: Args) -> Tensor:
-    """out [B, Hq, q_len, D] in args.out_layout, of a call that `why_not` has nothing against."""
+def forward(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> tuple[Tensor, None]:
+    """(out [B, Hq, q_len, D] in args.out_layout, None) of an exact call that `why_not` has nothing against."""
     scale = scale_for(args.scale, query.shape[-1])
     out = find().attend(
         *(x.transpose(1, 2) for x in (query, key, value)), softmax_scale=scale, causal=args.right == 0
     )  # fmt: skip
     out = out[0] if isinstance(out, tuple) else out  # some releases return the sums beside it
-    return in_layout(out.transpose(1, 2), args.out_layout)
+    return in_layout(out.transpose(1, 2), args.out_layout), None

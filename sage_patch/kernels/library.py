@@ -1,8 +1,9 @@
 """Calls the compiled library: one load per architecture, argument packing, error codes to exceptions.
 
-`forward` is the whole Python side of a kernel call: it takes CUDA tensors, allocates output, log-sum-exp and
+`launch` is the whole Python side of a kernel call: it takes CUDA tensors, allocates output, log-sum-exp and
 workspace from torch's allocator, and launches on the current stream of the tensors' device. It checks what the
-library cannot see (devices, dtypes); shapes and limits are checked in C and come back as exceptions.
+library cannot see (devices, dtypes); shapes and limits are checked in C and come back as exceptions. All of that that
+is the same for every call of a kind is a `Plan`, made once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class KernelError(SagePatchError, RuntimeError):
 _lock = threading.Lock()
 _by_architecture: dict[str, ctypes.CDLL] = {}
 _by_device: dict[int, tuple[ctypes.CDLL, int]] = {}  # and the device's capability, 10 * major + minor
-sums_in_fp16: set[tuple[int, str]] = set()  # (device, type of P and V) whose products are summed in fp16
+# (device, type of P and V) whose products are summed in fp16. Fixed once a device's library is loaded: plans rely on
+# that.
+sums_in_fp16: set[tuple[int, str]] = set()
 
 
 def prepare(index: int | None) -> None:
@@ -116,10 +119,11 @@ def load_for(architecture: str) -> ctypes.CDLL:
         with _lock:
             lib = _by_architecture.get(architecture)
             if lib is None:
-                from sage_patch.kernels import build
+                from sage_patch.kernels import build, nvrtc
 
                 path = build.find_library(architecture)
                 lib = _open(str(path))
+                nvrtc.load_images(lib, path, architecture)
                 for held in architectures(lib):
                     _by_architecture.setdefault(held, lib)
                 if architecture not in _by_architecture:
@@ -182,11 +186,6 @@ class Plan(NamedTuple):
     is_padding: bool
     recipe: Recipe
 
-    def outputs(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A new output, as its memory lies, and a log-sum-exp if the call has one."""
-        out = torch.empty_like(query) if self.like_query else query.new_empty(self.out_shape)
-        return out, None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
-
     def launch(self, query: Tensor, key: Tensor, value: Tensor, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         """Run a call of this kind. tensors: the first six of Args. Of all tensors only their addresses are asked."""
         lib, index, facts, size = self[:4]
@@ -203,6 +202,11 @@ class Plan(NamedTuple):
         if code:
             check(lib, code)
         return out, lse
+
+    def outputs(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A new output, as its memory lies, and a log-sum-exp if the call has one."""
+        out = torch.empty_like(query) if self.like_query else query.new_empty(self.out_shape)
+        return out, None if self.lse_shape is None else query.new_empty(self.lse_shape, dtype=torch.float32)
 
     def of_user(self, query: Tensor, is_packed: bool) -> Plan:
         """For the tensors as a user of `sage_attention` holds them: tokens before heads, packed ones without a batch.

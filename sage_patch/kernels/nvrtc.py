@@ -23,6 +23,7 @@ from pathlib import Path
 from sage_patch.kernels.toolchain import package_folders
 
 SYSTEM_HEADERS = ("cuda_runtime.h", "stddef.h", "stdint.h", "stdio.h", "string.h", "algorithm", "type_traits")
+OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
 _LAUNCH = re.compile(r"<<<[^;{}]*?>>>", re.DOTALL)
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 
@@ -76,13 +77,16 @@ def _for_kernels(text: str) -> str:
 
 def compile_unit(nvrtc: Path, source: Path, architecture: str) -> tuple[bytes, str]:
     """(image, the compiler's log) of one .cu file. Raises RuntimeError with the log if it cannot be compiled."""
+    for builtins in sorted(nvrtc.parent.glob("libnvrtc-builtins*.so*")):  # it looks for them on the loader's path alone
+        if ".alt." not in builtins.name:
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     lib = _Nvrtc(nvrtc)
     headers = {p.name: p.read_text(encoding="utf-8") for p in source.parent.iterdir() if p.suffix in (".h", ".cuh")}
     runtime = headers.pop("nvrtc_runtime.h")
     headers |= dict.fromkeys(SYSTEM_HEADERS, runtime)
     texts = (ctypes.c_char_p * len(headers))(*(_for_kernels(t).encode() for t in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
-    options = [f"--gpu-architecture=sm_{architecture}", "--std=c++17", "-default-device", "--ptxas-options=-v"]
+    options = (f"--gpu-architecture=sm_{architecture}", *OPTIONS)
     program = ctypes.c_void_p()
     text = _for_kernels(source.read_text(encoding="utf-8")).encode()
     lib.call("nvrtcCreateProgram", ctypes.byref(program), text, source.name.encode(), len(headers), texts, names)
@@ -134,7 +138,7 @@ def compile_units(nvrtc: Path, sources: Sequence[Path], architecture: str, folde
 
 
 def load_images(lib: ctypes.CDLL, path: Path, architecture: str) -> None:
-    """Have the library launch the images that lie beside it, if there are any."""
+    """Have the library launch the images that lie beside it, if there are any. Raises RuntimeError."""
     images = [p.read_bytes() for p in sorted(path.with_suffix("").glob("*.cubin"))]
     if images and lib.sage2_load_kernels((ctypes.c_char_p * len(images))(*images), len(images), int(architecture)):
         raise RuntimeError(f"{path.with_suffix('')}: {lib.sage2_last_error().decode()}")

@@ -169,18 +169,16 @@ def _body(query: Tensor, key: Tensor, value: Tensor, args: Args) -> tuple[Tensor
     key_counted, recipe, forward = PLANS.get(found_by) or _found(*found_by)
     if args.scale is None:
         args = args._replace(scale=scale_for(None, query.shape[-1]))
-    if recipe.is_exact and args.exact_backend != "torch" and fa3.backend_for(query, key, value, args) == fa3.NAME:
-        key_counted, forward = key_counted._replace(backend=fa3.NAME), _fa3_forward
+    if recipe.is_exact and args.exact_backend != "torch":
+        backend = fa3.backend_for(query, key, value, args)
+        key_counted = key_counted._replace(backend=backend)
+        forward = fa3.forward if backend == fa3.NAME else forward
     add_count(key_counted)
     for observer in _OBSERVERS:
         seen = plain.with_run(args.attn_mask, args.kv_starts, args.kv_lens, key.shape[2])
         scale = scale_for(args.scale, query.shape[-1])
         observer(ObservedCall(args.site, query, key, value, seen, scale, args.left, args.right, args.top_left))
     return forward(query, key, value, args, recipe)
-
-
-def _fa3_forward(query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> tuple[Tensor, None]:
-    return fa3.forward(query, key, value, args), None
 
 
 class Planned(NamedTuple):

@@ -69,8 +69,8 @@ def knows_autocast(device: str) -> bool:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A block whose products keep their dtypes; devices that know no autocast have none to switch off."""
-    if not knows_autocast(device.type):
+    """A block whose products keep their dtypes; where no autocast is on, there is none to switch off."""
+    if not knows_autocast(device.type) or not torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+USUAL = Path("/usr/local/cuda")  # where NVIDIA's installers put the toolkit
+
 
 def find_nvcc() -> Path | None:
     """nvcc of $CUDA_HOME, of the PATH, of the usual install location, or of the pip packages of this Python."""
@@ -22,7 +24,7 @@ def find_nvcc() -> Path | None:
     on_path = shutil.which("nvcc")
     if on_path:
         candidates.append(Path(on_path))
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(USUAL / "bin" / "nvcc")
     for folder in package_folders():
         candidates.append(folder / "bin" / "nvcc")
     return next((c for c in candidates if c.is_file() and os.access(c, os.X_OK)), None)

@@ -121,7 +121,8 @@ def _attend(
     empty = 0 in query.shape or 0 in value.shape
     if softcap or sinks is not None or return_lse or empty or _only_mask_learns(query, key, value, visibility):
         return _blocked(query, key, value, visibility, scale, softcap, sinks, dropout_p, return_lse, out_dtype)
-    return _by_sdpa(query, key, value, visibility, scale, dropout_p, aligns, blind).to(out_dtype), None
+    out = _by_sdpa(query, key, value, visibility, scale, dropout_p, aligns, blind)
+    return out if out.dtype == out_dtype else out.to(out_dtype), None
 
 
 def _only_mask_learns(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility) -> bool:

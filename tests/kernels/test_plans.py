@@ -247,6 +247,7 @@ def test_what_failed_its_first_use_leaves_no_plan(monkeypatch: pytest.MonkeyPatc
     with in_place(Recorder()):
         monkeypatch.setattr(library, "load_for", lambda architecture: Recorder())
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L4")
         monkeypatch.setattr(first_use, "compare", compare)
         for _ in range(2):
             with pytest.raises(first_use.WrongNumbersError):

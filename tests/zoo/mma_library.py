@@ -14,8 +14,8 @@ from unittest import mock
 from sage_patch.kernels import build, library
 from sage_patch.kernels.plans import PLANS
 
-# Rows of cuda_kernels/backend_mma.cu, and "mma" with P V summed in fp16 where its kernels have it.
-ROWS = {"mma": "mma", "mma_int4": "mma_int4", "mma_split": "mma"}
+# Rows of cuda_kernels/backend_mma.cu; "mma_split": with P V summed in fp16 where the kernels have it.
+ROWS = {"mma": "mma", "mma_int4": "mma_int4", "mma_split": "mma", "mma_small": "mma_small"}
 BACKENDS = tuple(ROWS)
 ARCHITECTURE, CAPABILITY = "90", 90
 
@@ -28,7 +28,8 @@ def build_library(backend: str) -> Path:
         name: (*names, "90a") if name.endswith("_mma.cu") or name.startswith("fwd_mma") else names
         for name, names in build.units().items()
     }
-    flags = (*build.FLAGS, f"-DSAGE2_TEST_BACKEND={ROWS[backend]}")
+    small = ("-DSAGE2_SMALL_SM",) if backend == "mma_small" else ()
+    flags = (*build.FLAGS, f"-DSAGE2_TEST_BACKEND={ROWS[backend]}", *small)
     with mock.patch.object(build, "units", lambda: units), mock.patch.object(build, "FLAGS", flags):
         return build.build([ARCHITECTURE])
 

@@ -45,7 +45,8 @@ class Silent(Recorder):
 @contextlib.contextmanager
 def in_place(stand_in: Recorder, crossover_length: int = 0) -> Iterator[None]:
     """CPU tensors are those of a Hopper card inside, whose kernels are the stand-in's."""
-    lengths = ((256, *((("qk_int8_pv_fp8", crossover_length),),) * 2),)
+    break_even = {"qk_int8_pv_fp8": crossover_length}
+    table = crossover.table_of({"head_dims": {"256": {"full": break_even, "causal": break_even}}})
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
             (torch_private, "current_device", lambda: INDEX),
@@ -53,7 +54,7 @@ def in_place(stand_in: Recorder, crossover_length: int = 0) -> Iterator[None]:
             (torch_private, "allocate", lambda size, stream: WORKSPACE),
             (torch_private, "free", lambda address: None),
             (ops, "_cached_backend", lambda device, index: "sm90"),
-            (crossover, "_cached_table", lambda index: lengths),
+            (crossover, "_cached_table", lambda index, exact_backend: table),
         ):
             stack.enter_context(mock.patch.object(owner, name, instead))
         stack.enter_context(mock.patch.dict(library._by_device, {INDEX: (stand_in, 90)}))

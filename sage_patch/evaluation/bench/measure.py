@@ -244,7 +244,9 @@ def _candidates(
 def _require(recipe: Recipe, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise UnsupportedCall where the device's kernels do not compute the recipe."""
     backend = named(ops.backend_for(query.device))
-    reason = backend.why_not(recipe, describe(query, key, value, Options())) if backend is not None else "no_kernel"
+    reason = (
+        backend.why_not(recipe, describe(query, key, value, Options())) if backend is not None else "no_kernel_for_cuda"
+    )
     if reason:
         raise UnsupportedCall(f"{recipe.name}: {reason}")
 

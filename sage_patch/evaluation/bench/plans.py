@@ -144,5 +144,7 @@ def expected_seconds(shape: Shape, plan: Plan) -> float:
 
 def wanted(shape: Shape, plan: Plan) -> tuple[list[str], list[str]]:
     """The recipes and peers that are timed at a shape."""
-    recipes = [r for r in plan.recipes if shape.recipes is None or r.partition(":")[0] in shape.recipes]
+    recipes = list(plan.recipes)
+    if shape.recipes is not None:
+        recipes = [r for name in shape.recipes for r in [r for r in recipes if r.partition(":")[0] == name][:2]]
     return recipes, [p for p in plan.peers if shape.peers is None or p in shape.peers]

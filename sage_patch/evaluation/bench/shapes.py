@@ -21,9 +21,9 @@ class BenchError(SagePatchError, ValueError):
 class Shape:
     """One call to be timed, and who is timed at it.
 
-    batch 0: as many as make batch x heads 128 up to 8192 tokens, fewer above. recipes (with their variants), peers:
-    which of the plan's are timed here, None for all of them. name: what it is called in tables. crossover_heads: of a
-    row for the table of break-even lengths, the point that it belongs to.
+    batch 0: as many as make batch x heads 128 up to 8192 tokens, fewer above. recipes, peers: which of the plan's are
+    timed here, None for all of them; of a recipe and its variants the first two. name: what it is called in tables.
+    crossover_heads: of a row for the table of break-even lengths, the point that it belongs to.
     """
 
     head_dim: int
@@ -98,9 +98,9 @@ def _kernels() -> list[Shape]:
         Shape(*shape, batch=1) if shape in everything else Shape(*shape, batch=1, recipes=(FP8,), peers=MAIN)
         for shape in one
     ]
+    found += [Shape(256, m, 8192, batch=1, recipes=(FP8,), peers=MAIN[:2]) for m in (False, True)]
     found += [Shape(d, True, n, recipes=(FP8,), peers=MAIN) for d, n in ((128, 4096), (64, 8192))]
     found += [Shape(128, False, n, recipes=(FP8,), peers=MAIN) for n in (4096, 2048)]
-    found += [Shape(256, m, 8192, batch=1, recipes=(FP8,), peers=MAIN[:2]) for m in (False, True)]
     return found + [Shape(64, True, 8192, batch=1, recipes=(FP8,), peers=MAIN)]
 
 

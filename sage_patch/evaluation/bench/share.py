@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_patch.args import plain
 from sage_patch.backends import find, why_not
 from sage_patch.cards import table as cards
+from sage_patch.errors import SagePatchError
 from sage_patch.evaluation.bench import timing
-from sage_patch.evaluation.bench.measure import BenchError, require_gpu
-from sage_patch.evaluation.bench.peers import PEERS
+from sage_patch.evaluation.bench.measure import require_gpu
 from sage_patch.evaluation.environment import versions
 from sage_patch.evaluation.tables import Table, write_whole
 from sage_patch.kernels import library
@@ -40,6 +42,10 @@ _PEAK = 1.25  # of a data sheet's rate at its boost clock: cards run faster than
 
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9 .+_()-]{1,80}$")]  # no path has such a form
 Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class ShareError(SagePatchError, ValueError):
+    """A file that is none of `bench --share`, or says what cannot be."""
 
 
 class _Part(BaseModel):
@@ -182,11 +188,11 @@ def _candidates(
         recipe = RECIPES[name]
         if why_not(recipe, call, NO_LIMITS) is None:
             found[name] = lambda recipe=recipe: library.forward(q, k, v, args, recipe)[0]  # type: ignore[misc]
-    found["sdpa"] = PEERS["sdpa_default"](q, k, v, causal)
+    found["sdpa"] = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     try:
         from flash_attn import flash_attn_func
     except ImportError:
-        found["fa2"] = PEERS["sdpa_fa2"](q, k, v, causal)
+        found["fa2"] = lambda: _flash(q, k, v, causal)
     else:
         turned = [x.transpose(1, 2) for x in (q, k, v)]
         found["fa2"] = lambda: flash_attn_func(*turned, causal=causal).transpose(1, 2)
@@ -197,6 +203,12 @@ def _candidates(
     if not getattr(sageattn, "__module__", "").startswith("sage_patch"):  # ours under that name
         found["sageattention"] = lambda: sageattn(q, k, v, is_causal=causal)
     return found
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """The FlashAttention-2 that comes with torch."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def _exact_rows(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -252,7 +264,7 @@ def default_path(share: Share) -> Path:
 
 
 def read(path: Path) -> Share:
-    """A checked file. Raises BenchError that names the file and everything that is wrong with it."""
+    """A checked file. Raises ShareError that names the file and everything that is wrong with it."""
     try:
         return Share.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -260,9 +272,9 @@ def read(path: Path) -> Share:
             f"{'.'.join(map(str, e['loc'])) or 'the file'}: {e['msg'].removeprefix('Value error, ')}"
             for e in error.errors()[:10]
         ]
-        raise BenchError(f"{path} is no file of sage-patch bench --share:\n" + "\n".join(lines)) from None
+        raise ShareError(f"{path} is no file of sage-patch bench --share:\n" + "\n".join(lines)) from None
     except UnicodeDecodeError:
-        raise BenchError(f"{path} is no file of sage-patch bench --share: it is not UTF-8 text") from None
+        raise ShareError(f"{path} is no file of sage-patch bench --share: it is not UTF-8 text") from None
 
 
 def share_table(share: Share) -> Table:

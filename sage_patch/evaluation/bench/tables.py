@@ -62,7 +62,7 @@ def bench_tables(result: dict[str, Any]) -> list[Table]:
     found = [Table("TOPS = 4 B H q kv D / t, halved for causal", heads, lines, note)]
     wrong = tuple((_shape(row), *(error(row, c) for c in columns)) for row in rows)
     found.append(Table("Relative L1 error against float64", heads, wrong))
-    if any(row.get("card") for row in rows):
+    if any(_card(row, c) for row in rows for c in columns):
         read = tuple((_shape(row), *(_card(row, c) for c in columns)) for row in rows)
         found.append(Table("Clock and power while sustained, MHz / W", heads, read))
     cost = result.get("host_us_per_call") or {}

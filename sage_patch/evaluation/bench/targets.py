@@ -146,7 +146,11 @@ def _row(target: Target, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]
 
 def _found(target: Target, rows: Iterable[Mapping[str, Any]], way: str) -> float | None:
     measured = speeds(_row(target, rows) or {}, way)
-    ours, best = measured.get(target.column), max((measured.get(p) or 0.0 for p in target.peers), default=1.0)
+    ours = measured.get(target.column)
+    if target.column.startswith(CHORD) and ours is None:  # with another variant beside it
+        end = target.column.removeprefix(CHORD)
+        ours = next((v for c, v in measured.items() if c.startswith(CHORD) and c.endswith(end)), None)
+    best = max((measured.get(p) or 0.0 for p in target.peers), default=1.0)
     return ours / best if ours and best else None
 
 

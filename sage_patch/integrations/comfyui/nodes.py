@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sage_patch.config import load_policy
+from sage_patch.extras import needed_for
 from sage_patch.integrations.comfyui.override import Override
 from sage_patch.policy import Policy, PolicyError
+
+with needed_for("the node for ComfyUI"):
+    from sage_patch.config import load_policy
 
 OPTION = "optimized_attention_override"  # of transformer_options: what ComfyUI calls in place of its own attention
 

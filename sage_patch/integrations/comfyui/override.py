@@ -8,6 +8,7 @@ blocks over as many keys as queries, "attn2" over another number; "input.4.0.att
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,7 @@ class Override:
             )
         self.policy = policy
         self._token = f"comfyui{next(_NUMBERS)}/"
+        weakref.finalize(self, ops.reset_counts, self._token)
         self._plans: dict[str, Plan] = {}
         self._by_step = any(rule.steps is not None for rule in policy.rules)
         self._sigma: tuple[Tensor | None, _Where] = (None, (None, None))
@@ -165,6 +167,9 @@ def _beyond(query: Tensor, key: Tensor, value: Tensor, told: Mapping[str, Any]) 
     heads = (query.shape[1] == key.shape[1] or bool(told.get("enable_gqa"))) and key.shape[1] == value.shape[1]
     if not heads or not query.shape[0] == key.shape[0] == value.shape[0] or query.shape[3] != key.shape[3]:
         return "broadcast"
+    mask = told.get("mask")
+    if mask is not None and not (isinstance(mask, Tensor) and 2 <= mask.dim() <= 4 and _is_mask(mask)):
+        return "argument_mask"
     if told.get("attn_precision") is not None:
         return "argument_attn_precision"
     if told.get("low_precision_attention", True) is False:
@@ -177,6 +182,10 @@ def _beyond(query: Tensor, key: Tensor, value: Tensor, told: Mapping[str, Any]) 
 def _split(x: Tensor, heads: int, is_split: bool) -> Tensor:
     """[B, heads, tokens, D]."""
     return x if is_split else x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _is_mask(mask: Tensor) -> bool:
+    return mask.dtype == torch.bool or mask.is_floating_point()
 
 
 def _mask4(mask: Tensor | None) -> Tensor | None:

@@ -23,7 +23,7 @@ from sage_patch.reference.rotation import rotate
 
 # A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.
 TINY = 1e-30
-V_REACH = 16.0  # a V channel's scale holds so many times its largest sample, if there are others
+V_REACH = 4.0  # a V channel's scale holds so many times its largest sample, if there are others
 BEYOND = 1.03125  # times the largest number of an image: what is less is rounded to that at most
 FP16_MAX = 2.0  # of V's FP16 images
 SMOOTH_ROWS = 64  # rows of Q that lose one mean

@@ -63,7 +63,7 @@ class PrepareCall(ctypes.Structure):
     ] + [(name, ctypes.c_float) for name in ("reach", "limit")]  # fmt: skip
 
 
-def compile_simulator(folder: Path) -> ctypes.CDLL | None:
+def compile_simulator(folder: Path, *flags: str) -> ctypes.CDLL | None:
     """The kernels' headers beside the simulator's, compiled in `folder`; None without a C++ compiler."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -73,7 +73,7 @@ def compile_simulator(folder: Path) -> ctypes.CDLL | None:
             if path.suffix in (".h", ".cuh", ".cpp"):
                 shutil.copyfile(path, folder / path.name)
     command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off", "-I.", "-w", "simulate.cpp"]
-    subprocess.run([*command, "-o", "simulate.so"], cwd=folder, check=True)
+    subprocess.run([*command, *flags, "-o", "simulate.so"], cwd=folder, check=True)
     return ctypes.CDLL(str(folder / "simulate.so"))
 
 
@@ -179,7 +179,7 @@ def simulate_prepare(
         "v": torch.zeros(images * (v_dim if dim == 256 else dim) * (2 if fp16 else 1), dtype=torch.uint8),
         "k_scale": torch.zeros(images // (blocks * 128), blocks, 4),
         **{name: torch.full((heads, dim), math.nan) for name in ("k_mean", "v_mean", "v_scale")},
-        "overflow": torch.full((heads * (2 if v_dim == 256 else 1) * size,), -1, dtype=torch.int32),
+        "overflow": torch.zeros(heads * (3 if v_dim == 256 else 2) * size, dtype=torch.int32),
     }
     given = {"kv_lens": kv_lens, "kv_starts": kv_starts, "cu_k": cu_k, "key_index": key_index}
     tensors = {"key": key, "value": value} | out
@@ -191,8 +191,7 @@ def simulate_prepare(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         batch=sequences, kv_heads=kv_heads, kv_len=kv_len, head_dim=head_dim, v_head_dim=value.shape[-1],
         blocks=blocks, bf16=key.dtype == torch.bfloat16, fp16_pv=fp16, int4=2 if packed else int4, smooth_v=True,
-        size=size, aligned=aligned, rotate=rotated,
-        reach=4 if split and not fp16 else 16, limit=2 if fp16 else 2.25 if split else 448,
+        size=size, aligned=aligned, rotate=rotated, reach=4, limit=2 if fp16 else 2.25 if split else 448,
     )  # fmt: skip
     library.simulate_prepare(ctypes.byref(call))
     return out

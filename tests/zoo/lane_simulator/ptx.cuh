@@ -16,7 +16,7 @@ inline void store_shared(uint32_t a, uint32_t x) { simulator::store(a, x); }
 inline void store_shared16(uint32_t a, uint16_t x) { simulator::store(a, x); }
 inline void store_shared2(uint32_t a, uint32_t x, uint32_t y) { simulator::store(a, uint2{x, y}); }
 inline int thread_index() { return threadIdx.x; }
-inline unsigned block_index() { return blockIdx.x; }
+inline int block_index() { return blockIdx.x; }
 inline void barrier_expect(uint32_t, int) { simulator::fail("mbarrier"); }
 inline void barrier_wait(uint32_t, int) { simulator::fail("mbarrier"); }
 inline void async_proxy_fence() { simulator::fail("proxy fence"); }
@@ -58,6 +58,7 @@ inline void extend_bf16x2(uint32_t &low, uint32_t &high, uint32_t x) { extend_pa
 inline void extend_f16x2(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, false, false); }
 inline void extend_bf16x2_nan(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, true, true); }
 inline void extend_f16x2_nan(uint32_t &low, uint32_t &high, uint32_t x) { extend_pair(low, high, x, false, true); }
+inline void forget(int &) {}
 inline void forget(uint32_t &, uint32_t &, uint32_t &, uint32_t &) {}
 inline void load_if(uint4 &x, const void *from, bool wanted) {
   if (!wanted) return;

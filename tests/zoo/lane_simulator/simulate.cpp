@@ -31,7 +31,7 @@ struct Call {
 };
 
 template<class C> static void run(const Params &p) {
-  simulator::launch(p.total, C::threads, C::bytes, [&] { attention_mma<C>(p); });
+  simulator::launch(p.total, C::Here::threads, C::Here::bytes, [&] { attention_mma<C>(p); });
 }
 template<int DIM, Product PV, Family FAMILY> static void run(const Params &p, bool packed) {
   if constexpr (FAMILY == kAdjusted && DIM <= 128)
