@@ -1,5 +1,4 @@
-// The attention kernels of the dense family with rotation: a unit of their own, so
-// that all compile at the same time.
+// The attention kernels of the dense family with rotation.
 // Architectures: 90a
 #include "fwd_sm90.cuh"
 

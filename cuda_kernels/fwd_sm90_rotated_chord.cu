@@ -1,5 +1,5 @@
-// The attention kernels of the dense family with rotation and the exponent kChord (exponent.cuh): a unit of their own,
-// so that all compile at the same time. Architectures: 90a
+// The attention kernels of the dense family with rotation and the exponent kChord (exponent.cuh).
+// Architectures: 90a
 #include "fwd_sm90.cuh"
 
 namespace sage2 {

@@ -1,5 +1,4 @@
-// The attention kernels of the dense family with rotation and the exponent kDuo (exponent.cuh): a unit of their own, so
-// that all compile at the same time.
+// The attention kernels of the dense family with rotation and the exponent kDuo (exponent.cuh).
 // Architectures: 90a
 #include "fwd_sm90.cuh"
 
