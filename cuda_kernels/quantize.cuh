@@ -23,6 +23,12 @@ constexpr int kMostCtas = 4;
 #else
 constexpr int kMostCtas = 2;  // 128 registers do not do there
 #endif
+// Rotated keys of 256 channels: elsewhere than on Hopper there are no registers for them.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kMostRotated = 256;
+#else
+constexpr int kMostRotated = 128;
+#endif
 SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM
   return is_plain(mode) && dim <= 128 && !fp16 && !rotate ? kMostCtas : 2;
 }
@@ -205,7 +211,8 @@ __global__ void __launch_bounds__(kThreads, ctas(DIM, FP16, MODE, ROTATE))
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.images.counter = 0;
   const Work work = work_of(p, items);
   if (work.part < 0) {
-    if (ROTATE || (!is_plain(MODE) && p.rotate)) quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
+    if (DIM <= kMostRotated && (ROTATE || (!is_plain(MODE) && p.rotate)))
+      quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
     else quantize_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
   } else if constexpr (has_values<FP16>()) quantize_values<kValues<DIM>, DIM, FP16, MODE>(p, range, items, smem);
 }

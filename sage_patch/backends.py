@@ -78,13 +78,18 @@ def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
     return "head_dim" if call.head_dim > 1024 else None
 
 
-def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256, has_exponents: bool = False) -> str | None:
-    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V; has_exponents: duo, chord."""
+def _compiled_why_not(
+    recipe: Recipe, call: Call, fp16_head_dim: int = 256, rotated_head_dim: int = 128, has_exponents: bool = False
+) -> str | None:
+    """What no compiled kernel takes yet. fp16_head_dim, rotated_head_dim: the widest heads with FP16 P V, and with
+    rotation; has_exponents: duo, chord."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"
     if recipe.exp != "exact" and not (has_exponents and recipe.has_exponent):
         return "variant"
     if recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
+        return "variant"
+    if recipe.rotate == "hadamard" and call.head_dim > rotated_head_dim:
         return "variant"
     if call.dtype == "float32":
         return "dtype_float32"
@@ -97,7 +102,7 @@ def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256, has_
 
 def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
     """The Hopper kernel's FP16 P V takes 128 channels."""
-    return _compiled_why_not(recipe, call, fp16_head_dim=128, has_exponents=True)
+    return _compiled_why_not(recipe, call, fp16_head_dim=128, rotated_head_dim=256, has_exponents=True)
 
 
 def _without_fp8_why_not(recipe: Recipe, call: Call) -> str | None:
@@ -115,6 +120,11 @@ def _compiled_no_gain(recipe: Recipe, call: Call) -> str | None:
 def _always(head_dim: int) -> bool:
     """Whatever a backend's `why_not` lets through it rotates too."""
     return True
+
+
+def _narrow(head_dim: int) -> bool:
+    """The kernels for cards without wgmma have no registers to rotate wider keys."""
+    return head_dim <= 128
 
 
 CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
@@ -170,7 +180,7 @@ BACKENDS: dict[str, Backend] = {
             architectures={(8, 9): "89", (12, 0): "120", (12, 1): "120"},
             has_fp16_sums=True,
             is_proven=False,
-            rotates=_always,
+            rotates=_narrow,
         ),
         Backend(
             "mma_fp16",
@@ -183,7 +193,7 @@ BACKENDS: dict[str, Backend] = {
             has_fp8=False,
             has_fp16_sums=True,
             is_proven=False,
-            rotates=_always,
+            rotates=_narrow,
         ),
         Backend(
             "reference",

@@ -56,7 +56,7 @@ def _check(recipes: tuple[str, ...]) -> None:
                 want = plain.forward(q.float(), k.float(), v.float(), args, EXACT)[0]
                 got = library.launch(*there, args, RECIPES[name])[0].float().cpu()
                 assert _error(got, want) < BOUNDS[name], (head_dim, name, is_causal)
-            mask = torch.rand(300, 700, generator=generator) < 0.7
+            mask = torch.rand(1, 1, 300, 700, generator=generator) < 0.7
             args = call_args.plain(head_dim**-0.5, False)._replace(attn_mask=mask)
             want = plain.forward(q.float(), k.float(), v.float(), args, EXACT)[0]
             got = library.launch(*there, args._replace(attn_mask=mask.cuda()), RECIPES[name])[0].float().cpu()

@@ -127,7 +127,8 @@ def test_the_other_families_are_the_emulators(recipe: str, dim: int) -> None:
         )
         on_cpu = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in extras.items()}
         s = hopper.emulate(q, k, v, recipe=recipe, scale=dim**-0.5, rotated=True, **on_cpu)
-        near(out, lse, s, 1e-3 if "softcap" in extras else 1e-4)  # whose tanh is approximate
+        # A P between two E4M3 codes may fall either way: an eighth of one key, of the 70 that the window leaves a row.
+        near(out, lse, s, 1 / 8 / 70)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *INT4_RECIPES])
