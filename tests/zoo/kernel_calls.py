@@ -28,12 +28,13 @@ class Extras(NamedTuple):
 
 
 def recipe_of(
-    name: str, smooth_k: bool = True, smooth_v: bool = True, smooth_q: bool | None = None, rotated: bool = False
+    name: str, smooth_k: bool = True, smooth_v: bool = True, smooth_q: bool | None = None, rotated: bool | None = None
 ) -> Recipe:
-    """smooth_q None: as the recipe has it."""
+    """smooth_q, rotated None: as the recipe has it."""
     recipe = parse_recipe(name)
     smooth = "k" * smooth_k if not (recipe.smooth_q if smooth_q is None else smooth_q) else "qk" if smooth_k else "q"
-    return replace(recipe, smooth=smooth or "none", smooth_v=smooth_v, rotate="hadamard" if rotated else "none")  # type: ignore[arg-type]
+    rotate = recipe.rotate if rotated is None else "hadamard" if rotated else "none"
+    return replace(recipe, smooth=smooth or "none", smooth_v=smooth_v, rotate=rotate)  # type: ignore[arg-type]
 
 
 def arguments(
