@@ -74,8 +74,7 @@ def sage_attention(
         )  # fmt: skip
         planned: ops.Planned | _Exact | None = None if kind is None else PLANS.get(kind)
         if planned is not None and not ops.is_watched():
-            tensors = (attn_mask, None, None, sinks, cu_seqlens_q, cu_seqlens_k)
-            out, lse = planned.launch(query, key, value, tensors)
+            out, lse = planned.launch(query, key, value, (attn_mask, None, None, sinks, cu_seqlens_q, cu_seqlens_k))
             return (out, lse) if lse is not None else out
     given = query
     others = dict(attn_mask=attn_mask, sinks=sinks, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -87,8 +86,7 @@ def sage_attention(
     arguments.check_word("on_unsupported", on_unsupported, ("exact", "error"))
     arguments.check_dropout(dropout_p)
     arguments.check_softcap(softcap)
-    if scale is not None:
-        arguments.check_number("scale", scale, " or None")
+    arguments.check_number("scale", 1.0 if scale is None else scale, " or None")
     left, right = arguments.band(window, is_causal)
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if packed:

@@ -357,8 +357,13 @@ def test_machine_code_of_hopper(built: Path) -> None:
             continue
         key, family, exponent = (int(name[1]), int(name[2]), int(name[4])), int(name[3]), int(name[5])
         assert not [t for _, t in code if re.search(r"\b[IHQ]MMA\.", t)], "a tensor-core instruction of an older family"
-        if family:  # two copies of a tile's work: whole, and partly hidden or with changed logits
+        if family > 1:  # two copies of a tile's work: whole, and partly hidden or with changed logits
             assert sum("GMMA" in t for _, t in code) == 2 * sum(LOOPS[key][1].values())
+            continue
+        if family:  # rotated: the dense family's loop but for the load of Q, and all channels of Q K under a narrow V
+            scores = LOOPS[(128, 0, 128) if key == (128, 0, 96) else key][1]["IGMMA.64x128x32"]
+            weights = sum(n for kind, n in LOOPS[key][1].items() if kind != "IGMMA.64x128x32")
+            assert sum("GMMA" in t for _, t in code) == 2 * (scores + weights)
             continue
         seen.add((key, exponent))
         index = {a: i for i, (a, _) in enumerate(code)}

@@ -122,7 +122,7 @@ def loop(code: list[Instruction]) -> list[Instruction]:
 )
 def test_tensor_cores_and_registers(unit: str, architecture: str, folder: Path) -> None:
     found = kernels(unit, architecture, folder)
-    family = UNITS.index(unit)
+    family = (DENSE, MASKED, ADJUSTED)[UNITS.index(unit)]
     assert {key[2] for key in found} == {family}
     for (dim, product, _, packed), code in found.items():
         counts = collections.Counter(kind for _, operation, _ in code if (kind := tensor_core(operation)))

@@ -25,8 +25,8 @@ PLAIN = (0, 1)  # Mode of quantize_head.cuh: fp16 and bf16
 def test_loops() -> None:
     seen = set()
     for mangled, text in machine_code.functions(build.build(["90"]), "90a").items():
-        name = re.search(r"8quantizeILi(\d+)ELb(\d)ELNS\w*?ModeE(\d)", mangled)
-        if name is None or int(name[3]) not in PLAIN:
+        name = re.search(r"8quantizeILi(\d+)ELb(\d)ELNS\w*?ModeE(\d)ELb(\d)", mangled)
+        if name is None or int(name[3]) not in PLAIN or name[4] == "1":  # rotated keys have no budget yet
             continue
         dim, fp16 = int(name[1]), int(name[2])
         values, keys = loops(machine_code.instructions(text))  # in this order

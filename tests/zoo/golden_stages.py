@@ -112,8 +112,6 @@ CASES = (
     Case("padding", 64, 33, 300, heads=1, padding=True, v_offset=40.0, keep=8),
     Case("left_padding", 64, 67, 200, heads=1, kv_starts=(9,), is_causal=True, top_left=True, keep=13),
     Case("sequences", 64, 80, 222, heads=1, is_causal=True, keep=5, sequences=((5, 77), (0, 10), (67, 130), (3, 0))),
-    Case("d96_exponents", 96, 20, 300, heads=1, keep=7, only_exps=True),
-    Case("d256_exponents", 256, 20, 300, heads=1, k_bias=4.0, keep=7, only_exps=True),
     Case("steep_exponents", 128, 33, 300, heads=1, logits=300.0, keep=4, only_exps=True),
     Case("int4", 64, 200, 200, torch.float16, heads=1, is_causal=True, k_bias=4.0, keep=37, int4=True),
     Case("int4_d128", 128, 70, 200, v_offset=8.0, keep=31, int4=True),
