@@ -45,11 +45,11 @@ def attend_paged(
     by layer type where the model has two. window: keys that a token sees, its own included, or None. tag: of the site
     (tags.py). Raises UnsupportedCall where the policy refuses what cannot run quantized.
     """
+    layer_type = "sliding_attention" if window else "full_attention"
     if isinstance(cu_seq_lens_k, dict):
-        layer_type = "sliding_attention" if window else "full_attention"
         cu_seq_lens_k = cu_seq_lens_k[layer_type]
     if isinstance(max_seqlen_k, dict):
-        max_seqlen_k = max_seqlen_k["sliding_attention" if window else "full_attention"]
+        max_seqlen_k = max_seqlen_k[layer_type]
     stored = cache.update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
     )
