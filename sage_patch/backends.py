@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sage_patch.recipes import USUAL_LIMITS, Call, Limits, Recipe, as_run
+from sage_patch import recipes
+from sage_patch.recipes import USUAL_LIMITS, Call, Limits, Recipe
 
 Rule = Callable[[Recipe, Call], str | None]  # None, or the reason why not: a stable word
 
@@ -32,7 +33,7 @@ class Backend:
     architectures: of CUDA devices, compute capability -> the architecture whose machine code it runs, a key of
         `kernels.build.architectures`.
     card: whose cost model calibration takes on its devices.
-    rotates: whether it rotates Q and K of this head_dim where a recipe leaves that open (`rotate=auto`).
+    rotates: whether it rotates Q and K of this head_dim. has_exponents: it has those of `exp`, duo and chord.
     newer: the architecture whose PTX devices run that came after every row; None: not here.
     card: whose measured cost model calibration takes on its devices; "": what is predicted for the card by its name.
     has_fp8: its devices multiply FP8, as the default recipe does where it can.
@@ -54,6 +55,7 @@ class Backend:
     has_fp16_sums: bool = False
     is_proven: bool = True
     rotates: Callable[[int], bool] = lambda head_dim: False
+    has_exponents: bool = False
 
     @property
     def is_compiled(self) -> bool:
@@ -89,13 +91,13 @@ def _compiled_why_not(
         return "variant"
     if recipe.qk_bits not in (4, 8) or recipe.pv not in ("fp8", "fp16"):
         return "variant"
-    if recipe.rotate == "hadamard" and call.head_dim > rotated_head_dim:
-        return "variant"
     if call.dtype == "float32":
         return "dtype_float32"
     widest = fp16_head_dim if recipe.pv == "fp16" else 256
     if call.head_dim > (128 if recipe.qk_bits == 4 or recipe.smooth_q else widest):
         return "head_dim"
+    if recipe.rotate == "hadamard" and call.head_dim > rotated_head_dim:
+        return "variant"
     held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
     return "v_head_dim" if call.v_head_dim > held else None
 
@@ -168,6 +170,7 @@ BACKENDS: dict[str, Backend] = {
             architectures={(9, 0): "90"},
             card="hopper",
             rotates=_always,
+            has_exponents=True,
         ),
         # mma.sync. Compiled, simulated, run on a Hopper card; never timed on a card of their own. Break-even lengths
         # are predicted (cards/model.py).
@@ -202,6 +205,7 @@ BACKENDS: dict[str, Backend] = {
             kernels="sage_patch.kernels.plain",
             pages="sage_patch.reference.pages",
             rotates=_always,
+            has_exponents=True,
         ),
     )
 }
@@ -243,10 +247,13 @@ def module(path: str) -> Any:
     return importlib.import_module(path)
 
 
-def chosen_rotation(recipe: Recipe, call: Call) -> Recipe:
-    """The recipe with its `rotate=auto` decided for this call; any other as it is."""
+def as_run(recipe: Recipe, call: Call) -> Recipe:
+    """What of a recipe runs for this call: what its name leaves open decided (recipes.Recipe.open), the default's type
+    of P and V that of the device."""
     row = named(call.backend)
-    return as_run(recipe, row is not None and row.rotates(call.head_dim))
+    if row is None:
+        return recipe
+    return recipes.as_run(of_device(recipe, call.backend), row.rotates(call.head_dim), row.has_exponents)
 
 
 def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | None:
@@ -256,7 +263,7 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | 
     """
     if recipe.is_exact:
         return "policy"
-    recipe = of_device(recipe, call.backend)
+    recipe = as_run(recipe, call)
     if call.needs_grad:
         return "needs_grad"
     if call.training:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.args import Args, PageArgs, key_padding, scale_for
-from sage_patch.backends import chosen_rotation, named, of_device, why_not
+from sage_patch.backends import as_run, named, why_not
 from sage_patch.kernels import crossover, ops, torch_private
 from sage_patch.kernels.plain import ends_within, in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
@@ -159,18 +159,18 @@ def choose(
     exact_reason: str = "policy",
     site: str = "",
 ) -> tuple[Recipe, str]:
-    """(recipe that will run, reason): the recipe asked for, its rotation decided, with an empty reason, or "exact" and
-    why.
+    """(recipe that will run, reason): the recipe asked for, as the backend runs it, with an empty reason, or "exact"
+    and why.
 
     exact_reason: what is counted when "exact" itself was asked for. site: named in the error. Raises UnsupportedCall
     where the recipe cannot run the call and `on_unsupported` is "error"; a call that is merely too short is never one.
     """
     if recipe.is_exact:
         return recipe, "needs_grad" if call.needs_grad else exact_reason
-    recipe = of_device(recipe, call.backend)
+    recipe = as_run(recipe, call)
     reason = why_not(recipe, call, limits)
     if reason is None:
-        return chosen_rotation(recipe, call), ""
+        return recipe, ""
     if on_unsupported == "error" and is_error(reason):
         place = f" at {site.partition('/')[2]}" if site else ""
         raise UnsupportedCall(

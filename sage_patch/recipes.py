@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from sage_patch.errors import SagePatchError
 
 Smooth = Literal["none", "k", "q", "qk"]
-Rotate = Literal["none", "hadamard", "auto"]
+Rotate = Literal["none", "hadamard", "auto"]  # of names and policies; "auto": left open
 Exponent = Literal["exact", "duo", "chord"]
 Granularity = Literal["tensor", "block", "warp", "thread", "token"]
 Tiling = Literal["mma", "wgmma"]
@@ -38,8 +38,7 @@ class Recipe:
     smooth_v: V's per-channel mean is removed before E4M3, where it is large enough to matter, and added back to the
         output.
     rotate: "hadamard": Q and K are multiplied by a Hadamard matrix after smoothing and before quantization, which
-        spreads outlier channels over all of them and changes no score (reference/rotation.py). "auto": so where the
-        backend of a call computes it, "none" elsewhere; which of them ran is in the name that is counted.
+        spreads outlier channels over all of them and changes no score (reference/rotation.py).
     exp: how 2^x is formed on its way to E4M3: "exact" in float32; by integer arithmetic "duo", two chords, to 0.5 %,
         or "chord", one, within 6 %: in tiles of integer scores that are seen whole, exactly elsewhere (edges of masks,
         additive masks, softcap) and where scores are too far apart. Only with P in fp8, INT8, and Q's mean kept.
@@ -53,7 +52,10 @@ class Recipe:
     column: how the benchmark's columns of its compiled kernel begin; "" where it is not timed.
     cost: attention time relative to exact attention, pre-processing included, on the cards that calibration knows;
         empty: calibration does not choose it.
-    either: of a parsed "auto", what runs where it is not rotated, and where it is.
+    open: what the name leaves open of "rotate" and "exp": the row's value where the backend of a call computes it, and
+        "none" or "exact" elsewhere (backends.as_run). The name that is counted says so: a part that is not named in it
+        ran as the row has it.
+    narrower: of a recipe with something open, what runs without rotation, without its exponent, and without both.
     without_fp8: of the default recipe, what it means on cards whose tensor cores have no FP8 (backends.of_device).
 
     Raises ValueError for a width of Q and K, or a type of P and V, that nothing computes.
@@ -64,14 +66,15 @@ class Recipe:
     pv: Literal["fp8", "fp16", "none"] = "none"
     smooth: Smooth = "none"
     smooth_v: bool = False
-    rotate: Rotate = "none"
+    rotate: Literal["none", "hadamard"] = "none"
     exp: Exponent = "exact"
     granularity: Granularity = "thread"
     tiling: Tiling = "wgmma"
     self_test_bound: float | None = field(default=None, compare=False)
     column: str = field(default="", compare=False)
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
-    either: tuple[Recipe, Recipe] | None = field(default=None, compare=False, repr=False)
+    open: frozenset[str] = field(default=frozenset(), compare=False)
+    narrower: tuple[Recipe, Recipe, Recipe] | None = field(default=None, compare=False, repr=False)
     without_fp8: Recipe | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +102,31 @@ class Recipe:
         return "k" in self.smooth
 
 
+_OPEN = frozenset(("rotate", "exp"))
+
+
+def _with_narrower(recipe: Recipe, open: frozenset[str] = _OPEN) -> Recipe:
+    """A recipe that knows what runs where a backend has not what its name leaves open."""
+    if recipe.is_exact:
+        return recipe
+    recipe = replace(recipe, open=open)
+    if "exp" in recipe.open and not recipe.has_exponent:
+        recipe = replace(recipe, exp="exact")
+    plain = {"rotate": "none", "exp": "exact"}
+
+    def without(*keys: str) -> Recipe:
+        changes = {k: plain[k] for k in keys if k in recipe.open and getattr(recipe, k) != plain[k]}
+        base, _, tail = recipe.name.partition(":")
+        kept = [part for part in tail.split(",") if part and part.partition("=")[0].strip() not in changes]
+        parts = kept + [f"{key}={value}" for key, value in changes.items()]
+        name = f"{base}:{','.join(parts)}" if parts else base
+        return replace(recipe, name=name, open=recipe.open - set(changes), **changes)  # type: ignore[arg-type]
+
+    if not recipe.open:
+        return recipe
+    return replace(recipe, narrower=(without("rotate"), without("exp"), without("rotate", "exp")))
+
+
 # Costs on "hopper": docs/results/kernels_h200.json; its tensor cores have no INT4, which runs as INT8 with more around
 # it: never cheaper than INT8, and how much dearer was not measured. Any number from INT8's on keeps it off the ladder.
 # On "ada": speeds that SageAttention's authors publish for their kernels on an RTX 4090. choose.py names the sources.
@@ -106,20 +134,20 @@ EXACT = Recipe("exact", self_test_bound=5e-4, cost={"hopper": 1.0, "ada": 1.0})
 
 # The most precise first.
 RECIPES: dict[str, Recipe] = {
-    r.name: r
+    r.name: _with_narrower(r)
     for r in (
         EXACT,
         Recipe(
-            "qk_int8_pv_fp16", 8, "fp16", smooth="k",
+            "qk_int8_pv_fp16", 8, "fp16", smooth="k", rotate="hadamard",
             self_test_bound=0.02, column="sage2_pv_fp16", cost={"hopper": 0.83, "ada": 0.51},
         ),
         Recipe(
-            "qk_int8_pv_fp8", 8, "fp8", smooth="k", smooth_v=True,
+            "qk_int8_pv_fp8", 8, "fp8", smooth="k", smooth_v=True, rotate="hadamard", exp="duo",
             self_test_bound=0.06, column="sage2", cost={"hopper": 0.69, "ada": 0.39},
         ),
-        Recipe("qk_int4_pv_fp16", 4, "fp16", smooth="qk", self_test_bound=0.3),
+        Recipe("qk_int4_pv_fp16", 4, "fp16", smooth="qk", rotate="hadamard", self_test_bound=0.3),
         Recipe(
-            "qk_int4_pv_fp8", 4, "fp8", smooth="qk", smooth_v=True,
+            "qk_int4_pv_fp8", 4, "fp8", smooth="qk", smooth_v=True, rotate="hadamard",
             self_test_bound=0.3, cost={"hopper": 1.0, "ada": 0.34},
         ),
     )
@@ -167,6 +195,7 @@ def _variant(base: Recipe, tail: str, text: str) -> Recipe:
     if base.is_exact:
         raise ValueError(f"recipe {text!r}: 'exact' has no variants")
     changes: dict[str, object] = {}
+    said: list[str] = []
     for part in tail.split(","):
         key, _, value = part.partition("=")
         key, value = key.strip(), value.strip()
@@ -174,19 +203,22 @@ def _variant(base: Recipe, tail: str, text: str) -> Recipe:
             raise ValueError(f"recipe {text!r}: unknown variant {key!r}{nearest(key, _VARIANT_FIELDS)}")
         if value not in _VARIANT_FIELDS[key]:
             raise ValueError(f"recipe {text!r}: {key} must be one of {', '.join(_VARIANT_FIELDS[key])}; got {value!r}")
+        if (key, value) == ("rotate", "auto"):
+            continue  # as if it were not said
         changes[key] = (value == "on") if key == "smooth_v" else value
-    recipe: Recipe = replace(base, name=f"{base.name}:{tail}", **changes)  # type: ignore[arg-type]
-    return replace(recipe, either=_either(recipe)) if recipe.rotate == "auto" else recipe
+        said.append(f"{key}={value}")
+    name = f"{base.name}:{','.join(said)}" if said else base.name
+    recipe: Recipe = replace(base, name=name, narrower=None, **changes)  # type: ignore[arg-type]
+    return _with_narrower(recipe, _OPEN - set(changes))
 
 
 def rotated(name: str, rotate: Rotate) -> str:
     """The name of a recipe of this rotation, its other variants as they are; exact attention has none."""
     base, _, tail = name.partition(":")
-    known = RECIPES[DEFAULT_RECIPE if base == AUTO else base]
-    if known.is_exact:
+    if base != AUTO and RECIPES[base].is_exact:
         return name
     parts = [part for part in tail.split(",") if part and part.partition("=")[0].strip() != "rotate"]
-    parts += [f"rotate={rotate}"] * (known.rotate != rotate)
+    parts += [f"rotate={rotate}"] * (rotate != "auto")
     return f"{base}:{','.join(parts)}" if parts else base
 
 
@@ -196,21 +228,11 @@ def with_rotation(name: str, rotate: Rotate | None) -> str:
     return name if rotate is None or named else rotated(name, rotate)
 
 
-def as_run(recipe: Recipe, rotates: bool) -> Recipe:
-    """What of a recipe runs where its calls can, or cannot, be rotated: "auto" becomes one or the other."""
-    if recipe.rotate != "auto":
+def as_run(recipe: Recipe, rotates: bool, has_exponents: bool) -> Recipe:
+    """What of a recipe runs where calls can be rotated or not, and have exponents by integer arithmetic or not."""
+    if recipe.narrower is None or (rotates and has_exponents):
         return recipe
-    plain, turned = recipe.either or _either(recipe)
-    return turned if rotates else plain
-
-
-def _either(recipe: Recipe) -> tuple[Recipe, Recipe]:
-    """Not rotated and rotated, of a recipe that leaves it open."""
-    plain, turned = (
-        replace(recipe, name=rotated(recipe.name, rotate), rotate=rotate, either=None)
-        for rotate in ("none", "hadamard")
-    )
-    return plain, turned
+    return recipe.narrower[2 if not (rotates or has_exponents) else int(rotates)]
 
 
 def nearest(word: str, known: object) -> str:

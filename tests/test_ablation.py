@@ -13,7 +13,7 @@ from sage_patch.cli import app
 from sage_patch.config import load_run_config
 from sage_patch.evaluation.ablation import RUNGS, TABLES, AblationError, ablate, score_calls, tables
 from sage_patch.evaluation.calls import Capture, compute
-from sage_patch.evaluation.methods import METHODS, move_scales, round_weights, shift_channels
+from sage_patch.evaluation.methods import INT4, INT8, METHODS, move_scales, round_weights, shift_channels
 from sage_patch.evaluation.metrics import errors
 from sage_patch.evaluation.models import load_text_model
 from sage_patch.kernels import ops
@@ -21,6 +21,7 @@ from tiny import captured
 from tiny_pipelines import save_text_to_video
 
 ROOT = Path(__file__).resolve().parents[1]
+PLAIN = {4: INT4, 8: INT8}
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +47,20 @@ def measured(calls: list[ops.ObservedCall]) -> dict[str, dict[str, dict[str, flo
 @pytest.mark.parametrize("bits", [4, 8])
 def test_smoothing_order(measured, bits):
     rows = measured[f"smoothing, INT{bits}"]
-    error = {s: rows[f"qk_int{bits}_pv_fp8:smooth={s}"]["rel_l1"] for s in ("none", "k", "q", "qk")}
+    error = {s: rows[f"{PLAIN[bits]},smooth={s}"]["rel_l1"] for s in ("none", "k", "q", "qk")}
     assert error["qk"] < min(error["k"], error["q"]) <= max(error["k"], error["q"]) < error["none"]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_granularity_order(measured, bits):
     rows = measured[f"granularity, INT{bits}"]
-    errors = [
-        rows[f"qk_int{bits}_pv_fp8:granularity={g}"]["rel_l1"] for g in ("tensor", "block", "warp", "thread", "token")
-    ]
+    errors = [rows[f"{PLAIN[bits]},granularity={g}"]["rel_l1"] for g in ("tensor", "block", "warp", "thread", "token")]
     assert errors == sorted(errors, reverse=True)
 
 
 def test_fp16_values_are_the_remedy_rung(measured):
     rows = measured["P and V, INT8 Q and K"]
-    assert rows["qk_int8_pv_fp16"]["rel_l1"] < 0.5 * rows["qk_int8_pv_fp8"]["rel_l1"]
+    assert rows["qk_int8_pv_fp16:rotate=none"]["rel_l1"] < 0.5 * rows[PLAIN[8]]["rel_l1"]
 
 
 def test_capture_reverts_and_bounds_its_memory():
@@ -137,14 +136,14 @@ def test_a_misspelt_site_is_found_before_the_long_work(tmp_path):
 def test_rotation_is_the_best_answer_to_outlier_channels(measured, bits):
     rows = measured[f"outlier channels, INT{bits}"]
     best = min(rows, key=lambda name: rows[name]["rel_l1"])
-    assert best == f"qk_int{bits}_pv_fp8:rotate=hadamard"
-    assert all(r["rel_l1"] < 1.1 * rows[f"qk_int{bits}_pv_fp8"]["rel_l1"] for r in rows.values())
+    assert best == PLAIN[bits].replace("none", "hadamard")
+    assert all(r["rel_l1"] < 1.1 * rows[PLAIN[bits]]["rel_l1"] for r in rows.values())
 
 
 def test_methods_are_exact_but_for_what_they_round(a_real_call):
     """P and V in E4M3 without ranges of their own are the recipe itself, and no method changes the attention."""
     exact = compute(a_real_call, "exact")
-    recipe = errors(compute(a_real_call, "qk_int8_pv_fp8"), exact)
+    recipe = errors(compute(a_real_call, PLAIN[8]), exact)
     assert round_weights(a_real_call, "e4m3", by_tile=False) == pytest.approx(recipe, rel=1e-4)
     for moved in (move_scales, shift_channels):
         assert moved(a_real_call, "exact")["rel_l1"] < 1e-5

@@ -39,6 +39,7 @@ class Twin:
             "twin", device, lambda _, call: "head_dim" if call.head_dim > 128 else None, kernels="twin_kernels",  # type: ignore[arg-type]
             no_gain=lambda _, call: "mask_float" if call.mask == "float" else None,
             architectures={(8, 6): "86", (8, 9): "89"} if device == "cuda" else {}, card="ada",
+            rotates=lambda head_dim: True, has_exponents=True,
         )  # fmt: skip
         monkeypatch.setattr(backends, "BACKENDS", {"twin": row} | BACKENDS)
         for cached in (ops._cached_backend, backends.module):

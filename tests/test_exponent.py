@@ -188,7 +188,9 @@ def test_accuracy(dim: int) -> None:
 
 
 def test_the_word_in_a_recipe() -> None:
-    assert parse_recipe(FP8).exp == "exact" and parse_recipe(f"{FP8}:exp=duo").exp == "duo"
+    assert parse_recipe(FP8).exp == "duo" and parse_recipe(f"{FP8}:exp=exact").exp == "exact"
+    for name in ("qk_int8_pv_fp16", "qk_int4_pv_fp8", f"{FP8}:smooth=qk"):  # what has no other
+        assert parse_recipe(name).exp == "exact"
     with pytest.raises(ValueError, match="exp must be one of exact, duo, chord; got 'cord'"):
         parse_recipe(f"{FP8}:exp=cord")
 

@@ -55,7 +55,7 @@ def test_quantized_steps_stay_near_the_exact_model(family):
     for prompt, text in zip(PROMPTS, texts, strict=True):
         exact = logits(model, torch.tensor([prompt + text]))[0, len(prompt) - 1 : -1]
         lost = exact.max(-1).values - exact[torch.arange(len(text)), torch.tensor(text)]
-        assert float((lost / exact.std(-1)).max()) < 0.35
+        assert float((lost / exact.std(-1)).max()) < 0.4
 
 
 def batch_tokens_unpatched(model) -> list[list[int]]:

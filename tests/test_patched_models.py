@@ -52,8 +52,19 @@ def test_prefill_decode_and_padded_batches_keep_their_tokens(trained):
         got_single = model.generate(window[:, :200], **greedy)[0, 200:]
         got_padded = model.generate(batch, attention_mask=mask, **greedy)[:, batch.shape[1] :]
         assert {r["reason"] for r in handle.rows()} == {"", "decode"}
-    assert (got_single == single).float().mean() >= 0.95
-    assert (got_padded == padded).float().mean() >= 0.95
+    assert_same_up_to_a_near_tie(model, window[0, :200], got_single, single)
+    for row in range(len(batch)):
+        assert_same_up_to_a_near_tie(model, batch[row][mask[row] == 1], got_padded[row], padded[row])
+
+
+def assert_same_up_to_a_near_tie(model, prompt, got, want) -> None:
+    """Greedy texts are the same, or part where the unpatched model likes both tokens alike: within 0.25 nats."""
+    if torch.equal(got, want):
+        return
+    at = int((got != want).nonzero()[0])
+    scores = logits(model, torch.cat([prompt, want[:at]])[None])[0, -1].log_softmax(-1)
+    gap = float(scores[want[at]] - scores[got[at]])
+    assert gap <= 0.25, f"token {at}: {gap:.3f} nats"
 
 
 def test_mask_reaches_the_core_as_the_model_made_it():

@@ -11,6 +11,7 @@ from oracle import QUANTIZED, RECIPE_TOLERANCE, assert_attention_close, attentio
 from sage_patch.attention import sage_attention
 from sage_patch.recipes import parse_recipe
 from sage_patch.reference.quantize import key_groups, quantize_int, query_groups, subtract_block_mean, subtract_mean
+from sage_patch.reference.rotation import rotate, rotate_back
 
 HEAD_DIMS = [32, 40, 64, 72, 96, 128, 160, 256]
 LENGTHS = [(1, 1), (1, 1031), (77, 1), (77, 77), (503, 77), (77, 503), (503, 1031), (1031, 503)]
@@ -77,13 +78,14 @@ def dequantized(recipe: str, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Te
     r = parse_recipe(recipe)
     k_smooth, k_mean = subtract_mean(k, None)
     q_float, q_mean = subtract_block_mean(q, 64) if r.smooth_q else (q.float(), torch.zeros(q.shape))
-    q_int = quantize_int(q_float, r.qk_bits, query_groups(q.shape[2], r.granularity, r.tiling, q.device))
-    k_int = quantize_int(k_smooth, r.qk_bits, key_groups(k.shape[2], r.granularity, r.tiling, k.device))
+    q_int = quantize_int(rotate(q_float), r.qk_bits, query_groups(q.shape[2], r.granularity, r.tiling, q.device))
+    k_int = quantize_int(rotate(k_smooth), r.qk_bits, key_groups(k.shape[2], r.granularity, r.tiling, k.device))
+    q_held, k_held = (rotate_back(x.values.float() * x.scale[..., None], q.shape[-1]) for x in (q_int, k_int))
     shift = q.double() @ k_mean.double().transpose(-1, -2)
     columns = torch.ones(*k.shape[:-1], 1, dtype=torch.float64)
     return (
-        torch.cat([(q_int.values.float() * q_int.scale[..., None]).double(), q_mean.double(), shift], dim=-1),
-        torch.cat([(k_int.values.float() * k_int.scale[..., None]).double(), k_smooth.double(), columns], dim=-1),
+        torch.cat([q_held.double(), q_mean.double(), shift], dim=-1),
+        torch.cat([k_held.double(), k_smooth.double(), columns], dim=-1),
     )
 
 

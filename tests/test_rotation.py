@@ -104,7 +104,7 @@ def outliers(dim: int = 128, factor: float = 20.0) -> tuple[Tensor, Tensor, Tens
 def test_channels_that_vary_by_token_no_longer_hurt(recipe: str, most: float) -> None:
     q, k, v = outliers()
     want = attention(q, k, v)[0]
-    before = measure(sage_attention(q, k, v, recipe=recipe), want).rel_l1
+    before = measure(sage_attention(q, k, v, recipe=f"{recipe}:rotate=none"), want).rel_l1
     after = measure(run(recipe, q, k, v)[0], want).rel_l1
     assert before > 0.08 and after < most, f"{before:.4f} {after:.4f}"
 
@@ -117,7 +117,7 @@ def test_what_smoothing_does_already_stays(recipe: str, bias: float) -> None:
     k[..., [3, 40, 77, 110]] += bias
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     want = attention(q, k, v)[0]
-    before = measure(sage_attention(q, k, v, recipe=recipe), want).rel_l1
+    before = measure(sage_attention(q, k, v, recipe=f"{recipe}:rotate=none"), want).rel_l1
     assert measure(run(recipe, q, k, v)[0], want).rel_l1 < 1.03 * before
 
 
@@ -183,7 +183,7 @@ def test_the_emulator_without_keys_and_with_lost_ones() -> None:
 def test_every_backend_rotates(backend: str) -> None:
     call = Call(backend, "cuda", "bfloat16", 128, 128, 8, 8, 4096, 4096)
     for name in QUANTIZED:
-        assert RECIPES[name].rotate == "none"
+        assert RECIPES[name].rotate == "hadamard"
         assert why_not(parse_recipe(f"{name}:rotate=hadamard"), call, NO_LIMITS) is None
 
 
@@ -192,14 +192,20 @@ def test_auto_is_what_the_backend_computes(monkeypatch: pytest.MonkeyPatch) -> N
     recipe = parse_recipe("qk_int8_pv_fp8:smooth_v=off,rotate=auto")
     call = Call("sm90", "cuda", "bfloat16", 96, 96, 8, 8, 4096, 4096)
     chosen, reason = choose(recipe, call, NO_LIMITS)
-    assert (chosen.name, chosen.rotate, reason) == ("qk_int8_pv_fp8:smooth_v=off,rotate=hadamard", "hadamard", "")
+    assert (chosen.name, chosen.rotate, reason) == ("qk_int8_pv_fp8:smooth_v=off", "hadamard", "")
     assert parse_recipe(chosen.name) == chosen
     plain = replace(BACKENDS["sm90"], rotates=lambda head_dim: head_dim == 64)
     monkeypatch.setitem(BACKENDS, "sm90", plain)
     chosen, _ = choose(recipe, call, NO_LIMITS)
-    assert (chosen.name, chosen.rotate, chosen.smooth_v) == ("qk_int8_pv_fp8:smooth_v=off", "none", False)
+    assert (chosen.name, chosen.rotate, chosen.smooth_v) == ("qk_int8_pv_fp8:smooth_v=off,rotate=none", "none", False)
+    assert parse_recipe(chosen.name) == chosen
     assert choose(recipe, call._replace(head_dim=64, v_head_dim=64), NO_LIMITS)[0].rotate == "hadamard"
-    assert choose(parse_recipe("sage2:rotate=auto"), call, NO_LIMITS)[0].name == "qk_int8_pv_fp8"
+    assert choose(parse_recipe("sage2:rotate=auto"), call, NO_LIMITS)[0].name == "qk_int8_pv_fp8:rotate=none"
+    assert choose(parse_recipe("sage2"), call._replace(backend="mma", head_dim=160, v_head_dim=160), NO_LIMITS)[0] == (
+        parse_recipe("qk_int8_pv_fp8:rotate=none,exp=exact")
+    )
+    insisting = parse_recipe("qk_int8_pv_fp8:rotate=hadamard,exp=exact")
+    assert why_not(insisting, call._replace(backend="mma", head_dim=160, v_head_dim=160), NO_LIMITS) == "variant"
 
 
 def test_auto_on_a_cpu_is_hadamard() -> None:
@@ -253,9 +259,9 @@ def test_a_policy_rotates_all_its_recipes() -> None:
     policy = load_policy(
         {
             "version": 1,
-            "rotate": "auto",
+            "rotate": "none",
             "rules": [
-                {"layers": 0, "recipe": "qk_int4_pv_fp8:rotate=none"},
+                {"layers": 0, "recipe": "qk_int4_pv_fp8:rotate=hadamard"},
                 {"layers": 1, "recipe": "exact"},
                 {"layers": 2, "recipe": "qk_int8_pv_fp16:smooth=none"},
             ],
@@ -265,10 +271,10 @@ def test_a_policy_rotates_all_its_recipes() -> None:
         AttentionSite(name=f"b.{i}.attn", stack="b", index=i, depth=4, num_heads=8, num_kv_heads=8, head_dim=64)
         for i in range(4)
     ]
-    wanted = ["qk_int4_pv_fp8:rotate=none", "exact", "qk_int8_pv_fp16:smooth=none,rotate=auto", "sage2:rotate=auto"]
+    wanted = ["qk_int4_pv_fp8:rotate=hadamard", "exact", "qk_int8_pv_fp16:smooth=none,rotate=none", "sage2:rotate=none"]
     assert [row["recipe"] for row in resolve(policy, sites).rows()] == wanted
     assert load_policy(yaml.safe_load(policy_to_yaml(policy))) == policy
     with pytest.raises(ConfigError, match="rotate"):
         load_policy({"version": 1, "rotate": "yes"})
     assert with_rotation("sage2", None) == "sage2"
-    assert rotated("qk_int8_pv_fp8:rotate=auto,smooth=k", "none") == "qk_int8_pv_fp8:smooth=k"
+    assert rotated("qk_int8_pv_fp8:rotate=none,smooth=k", "auto") == "qk_int8_pv_fp8:smooth=k"

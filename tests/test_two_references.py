@@ -18,13 +18,13 @@ from torch import Tensor
 from oracle import attention, measure, qkv
 from sage_patch.config import load_run_config
 from sage_patch.evaluation.models import load_text_model
-from sage_patch.recipes import parse_recipe
 from sage_patch.reference.attention import quantized_attention
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import tile_image
 from sage_patch.reference.quantize import subtract_mean, subtract_significant_mean
 from sage_patch.reference.visibility import Visibility
 from tiny import captured
+from zoo.kernel_calls import recipe_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16", "qk_int4_pv_fp8", "qk_int4_pv_fp16")
@@ -75,7 +75,7 @@ def errors(name: str, recipe: str) -> tuple[float, float]:
         seen = Visibility(q_len, kv_len, right=0 if s.is_causal else None, offset=kv_len - q_len)
         want = attention(s.query, s.key, s.value, is_causal=s.is_causal)[0]
         floats = (x.float() for x in (s.query, s.key, s.value))
-        backend = quantized_attention(*floats, seen, parse_recipe(recipe), scale=scale)[0]
+        backend = quantized_attention(*floats, seen, recipe_of(recipe), scale=scale)[0]
         kernel = sm90.emulate(s.query, s.key, s.value, recipe=recipe, scale=scale, is_causal=s.is_causal).out_float
         pair = [measure(x, want, s.value) for x in (backend, kernel)]
         found.append([e.centred if name == "V offset 40" else e.rel_l1 for e in pair])

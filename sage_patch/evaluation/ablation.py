@@ -19,7 +19,7 @@ from sage_patch.evaluation.anatomy import anatomy
 from sage_patch.evaluation.calls import MIN_KV_LEN, Capture, capturing, compute
 from sage_patch.evaluation.environment import record
 from sage_patch.evaluation.judge import LADDER, Progress, judge_for
-from sage_patch.evaluation.methods import METHODS
+from sage_patch.evaluation.methods import INT4, INT8, METHODS
 from sage_patch.evaluation.metrics import errors
 from sage_patch.evaluation.tables import plain, write_whole
 from sage_patch.kernels import ops
@@ -27,32 +27,31 @@ from sage_patch.schema import RunConfig
 
 # table -> recipes and METHODS; the first five in the order the paper expects from worst to best
 TABLES: dict[str, tuple[str, ...]] = {
-    "smoothing, INT4": tuple(f"qk_int4_pv_fp8:smooth={s}" for s in ("none", "k", "q", "qk")),
-    "smoothing, INT8": tuple(f"qk_int8_pv_fp8:smooth={s}" for s in ("none", "k", "q", "qk")),
-    "granularity, INT4": tuple(
-        f"qk_int4_pv_fp8:granularity={g}" for g in ("tensor", "block", "warp", "thread", "token")
-    ),
-    "granularity, INT8": tuple(
-        f"qk_int8_pv_fp8:granularity={g}" for g in ("tensor", "block", "warp", "thread", "token")
-    ),
-    "P and V, INT8 Q and K": ("qk_int8_pv_fp8:smooth_v=off", "qk_int8_pv_fp8", "qk_int8_pv_fp16"),
+    "smoothing, INT4": tuple(f"{INT4},smooth={s}" for s in ("none", "k", "q", "qk")),
+    "smoothing, INT8": tuple(f"{INT8},smooth={s}" for s in ("none", "k", "q", "qk")),
+    "granularity, INT4": tuple(f"{INT4},granularity={g}" for g in ("tensor", "block", "warp", "thread", "token")),
+    "granularity, INT8": tuple(f"{INT8},granularity={g}" for g in ("tensor", "block", "warp", "thread", "token")),
+    "P and V, INT8 Q and K": (f"{INT8},smooth_v=off", INT8, "qk_int8_pv_fp16:rotate=none"),
     **{
-        f"outlier channels, INT{bits}": tuple(
-            f"qk_int{bits}_pv_fp8{how}"
-            for how in ("", " after Outlier Suppression+", " after SmoothQuant", ":rotate=hadamard")
+        f"outlier channels, INT{bits}": (
+            base,
+            f"{base} after Outlier Suppression+",
+            f"{base} after SmoothQuant",
+            base.replace("rotate=none", "rotate=hadamard"),
         )
-        for bits in (4, 8)
+        for bits, base in ((4, INT4), (8, INT8))
     },
+    "exponents": tuple(f"qk_int8_pv_fp8:exp={exp}" for exp in ("exact", "duo", "chord")),
     "rotation of the other recipes": tuple(
-        f"{recipe}{how}" for recipe in ("qk_int4_pv_fp16", "qk_int8_pv_fp16") for how in ("", ":rotate=hadamard")
+        f"{recipe}{how}" for recipe in ("qk_int4_pv_fp16", "qk_int8_pv_fp16") for how in (":rotate=none", "")
     ),
     "P and V of other methods, INT8 Q and K": (
         "INT8 P and V (INT-FlashAttention)",
         "INT8 P and V, ranges of P by tile",
-        "qk_int8_pv_fp8",
+        INT8,
         "E4M3 P and V, ranges of P by tile (BAPS)",
     ),
-    "a softmax without sinks": ("qk_int8_pv_fp8", "qk_int8_pv_fp8 under Softpick"),
+    "a softmax without sinks": (INT8, "qk_int8_pv_fp8 under Softpick"),
 }
 RUNGS = LADDER[:-1]  # scored site by site, cheapest first
 

@@ -59,7 +59,7 @@ def shift_channels(call: ops.ObservedCall, recipe: str) -> dict[str, float]:
 
 
 def round_weights(call: ops.ObservedCall, to: Literal["int8", "e4m3"], by_tile: bool) -> dict[str, float]:
-    """P and V of another type behind the INT8 Q and K of `qk_int8_pv_fp8`.
+    """P and V of another type behind the INT8 Q and K of `qk_int8_pv_fp8:rotate=none`.
 
     to: "int8" is INT-FlashAttention's (arXiv 2409.16997): P times 127 rounded, V with one scale a head. by_tile: each
     row's P of 128 keys is rounded relative to its own largest (block-wise ranges, BAPS), not to the largest so far.
@@ -163,13 +163,12 @@ def _scores(one: ops.ObservedCall, quantized: bool) -> Tensor:
     return scores
 
 
+# The method as its paper has it: nothing rotated, exponents as they are; INT4 has no others.
+INT4, INT8 = "qk_int4_pv_fp8:rotate=none", "qk_int8_pv_fp8:rotate=none,exp=exact"
 METHODS: dict[str, Method] = {
-    **{
-        f"{recipe} after SmoothQuant": functools.partial(move_scales, recipe=recipe)
-        for recipe in ("qk_int8_pv_fp8", "qk_int4_pv_fp8")
-    },
-    "qk_int8_pv_fp8 after Outlier Suppression+": functools.partial(shift_channels, recipe="qk_int8_pv_fp8:smooth=none"),
-    "qk_int4_pv_fp8 after Outlier Suppression+": functools.partial(shift_channels, recipe="qk_int4_pv_fp8:smooth=q"),
+    **{f"{recipe} after SmoothQuant": functools.partial(move_scales, recipe=recipe) for recipe in (INT8, INT4)},
+    f"{INT8} after Outlier Suppression+": functools.partial(shift_channels, recipe=f"{INT8},smooth=none"),
+    f"{INT4} after Outlier Suppression+": functools.partial(shift_channels, recipe=f"{INT4},smooth=q"),
     "INT8 P and V (INT-FlashAttention)": functools.partial(round_weights, to="int8", by_tile=False),
     "INT8 P and V, ranges of P by tile": functools.partial(round_weights, to="int8", by_tile=True),
     "E4M3 P and V, ranges of P by tile (BAPS)": functools.partial(round_weights, to="e4m3", by_tile=True),

@@ -199,12 +199,12 @@ def _mainloop(
         new_top = torch.maximum(top, scores.amax(dim=-1) - offset)
         finite_top = torch.where(torch.isneginf(new_top), 0.0, new_top)
         x = scores.sub_(finite_top[..., None])
-        p = torch.exp2(x)
+        p = _exp2(x)
         p = round_e4m3(p) if recipe.pv == "fp8" else p.to(keys.half).float()
         if recipe.exp != "exact" and not softcap:
             by_bits = _by_bits(x, finite_top, rows, visibility, block, col0, col1, heads)
             p = torch.where(by_bits, _p_by_bits(x, recipe.exp), p)
-        alpha = torch.exp2(top - finite_top)
+        alpha = _exp2(top - finite_top)
         v = keys.v[:, :, col0:col1]
         if emulate_accumulator and recipe.pv == "fp8":
             product, mass = _truncating_product(p, v)
@@ -217,6 +217,16 @@ def _mainloop(
     # softcap acts on true logits: with it the row shift is in the scores already
     shift = rows.shift if rows.shift is not None and not softcap else torch.zeros_like(total)
     return _epilogue(out, top, total, shift, keys, sink_logit)
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """2^x, the same bits wherever in a batch a number lies: torch's vectors, and its loop over what fills none, differ
+    in the last place, so the numbers are made to fill the vectors of each thread."""
+    count = x.numel()
+    missing = -count % (64 * torch.get_num_threads())
+    if not missing:
+        return torch.exp2(x)
+    return torch.exp2(torch.nn.functional.pad(x.reshape(-1), (0, missing)))[:count].view(x.shape)
 
 
 def _tile_scores(
@@ -301,7 +311,7 @@ def _epilogue(
     finite_top = torch.where(torch.isneginf(top), 0.0, top)
     if sink_logit is not None:
         # a head's sink is an absolute logit: compare it with scores that have lost their row shift
-        denominator = total + torch.exp2((sink_logit - shift) * LOG2E - finite_top)
+        denominator = total + _exp2((sink_logit - shift) * LOG2E - finite_top)
     inverse = torch.where(dead, 0.0, 1.0 / torch.where(dead, 1.0, denominator))[..., None]
     if keys.v_scale is not None:
         out = out * keys.v_scale[:, :, None]

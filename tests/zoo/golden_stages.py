@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sage_patch.recipes import parse_recipe
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_value, exp2, exp2_band, to_half
-from zoo.kernel_calls import Extras
+from zoo.kernel_calls import Extras, recipe_of
 
 RECIPES = ("qk_int8_pv_fp8", "qk_int8_pv_fp16")
 
@@ -270,10 +269,15 @@ class Part:
         return self.stages.m.shape[-1]
 
 
+def _exponent(recipe: str) -> str:
+    """As the name has it: exact unless it says more."""
+    return recipe_of(recipe).exp
+
+
 @functools.cache
 def emulated(case: Case, recipe: str) -> tuple[Part, ...]:
     tensors, given = inputs(case), arguments(case)
-    name, given["exp"] = recipe.partition(":")[0], parse_recipe(recipe).exp
+    name, given["exp"] = recipe.partition(":")[0], _exponent(recipe)
     if case.sequences is None:
         return (Part(sm90.emulate(*tensors, recipe=name, **given), tensors[2], 0),)
     cu = offsets(case)
@@ -334,7 +338,7 @@ def compare_part(case: Case, recipe: str, part: Part, got: Mapping[str, np.ndarr
     m_gpu = torch.where(walked, m, m_again)
     factors = sm90.factors_of(m_gpu)
     exponents, low, high = sm90.exponents_of(my_scores, steps, changed, m_gpu)
-    exp = parse_recipe(recipe).exp
+    exp = _exponent(recipe)
     band = (
         exact if exp == "exact" else sm90.replace_by_bits(exact, s.by_bits[:, :, rows], my_scores, steps, m_gpu, exp)
         for exact in (

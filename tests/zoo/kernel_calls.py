@@ -30,11 +30,18 @@ class Extras(NamedTuple):
 def recipe_of(
     name: str, smooth_k: bool = True, smooth_v: bool = True, smooth_q: bool | None = None, rotated: bool | None = None
 ) -> Recipe:
-    """smooth_q, rotated None: as the recipe has it."""
+    """smooth_q None: as the recipe has it. Rotation and exponents by integer arithmetic only where the name, or
+    rotated, asks for them: the kernels' own tests say what they run."""
     recipe = parse_recipe(name)
     smooth = "k" * smooth_k if not (recipe.smooth_q if smooth_q is None else smooth_q) else "qk" if smooth_k else "q"
-    rotate = recipe.rotate if rotated is None else "hadamard" if rotated else "none"
-    return replace(recipe, smooth=smooth or "none", smooth_v=smooth_v, rotate=rotate)  # type: ignore[arg-type]
+    turned = "rotate" not in recipe.open if rotated is None else rotated
+    return replace(
+        recipe,
+        smooth=smooth or "none",
+        smooth_v=smooth_v,
+        rotate=recipe.rotate if turned and "rotate" not in recipe.open else "hadamard" if turned else "none",
+        exp="exact" if "exp" in recipe.open else recipe.exp,
+    )  # type: ignore[arg-type]
 
 
 def arguments(
