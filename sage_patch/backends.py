@@ -247,13 +247,13 @@ def module(path: str) -> Any:
     return importlib.import_module(path)
 
 
-def as_run(recipe: Recipe, call: Call) -> Recipe:
-    """What of a recipe runs for this call: what its name leaves open decided (recipes.Recipe.open), the default's type
-    of P and V that of the device."""
-    row = named(call.backend)
+def as_run(recipe: Recipe, backend: str, head_dim: int) -> Recipe:
+    """What of a recipe runs on a backend's devices: what its name leaves open decided (recipes.Recipe.open), and the
+    default's type of P and V."""
+    row = named(backend)
     if row is None:
         return recipe
-    return recipes.as_run(of_device(recipe, call.backend), row.rotates(call.head_dim), row.has_exponents)
+    return recipes.as_run(of_device(recipe, backend), row.rotates(head_dim), row.has_exponents)
 
 
 def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | None:
@@ -263,7 +263,7 @@ def why_not(recipe: Recipe, call: Call, limits: Limits = USUAL_LIMITS) -> str | 
     """
     if recipe.is_exact:
         return "policy"
-    recipe = as_run(recipe, call)
+    recipe = as_run(recipe, call.backend, call.head_dim)
     if call.needs_grad:
         return "needs_grad"
     if call.training:

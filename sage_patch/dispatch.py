@@ -167,7 +167,7 @@ def choose(
     """
     if recipe.is_exact:
         return recipe, "needs_grad" if call.needs_grad else exact_reason
-    recipe = as_run(recipe, call)
+    recipe = as_run(recipe, call.backend, call.head_dim)
     reason = why_not(recipe, call, limits)
     if reason is None:
         return recipe, ""

@@ -54,7 +54,7 @@ class Pages:
         *,
         window: int | None = None,
         max_length: int | None = None,
-        rotated: bool = False,
+        rotated: bool = True,
     ):
         """An empty store. Raises ValueError for a head_dim above 128 or a dtype that it cannot hold."""
         self.device = torch.device(device)

@@ -57,7 +57,7 @@ def same(a: Pages, b: Pages) -> bool:
 def test_a_page_holds_what_the_kernels_of_a_whole_call_hold(dim: int, dtype: torch.dtype) -> None:
     """K and the means, bit for bit; V's scale is the page's own, so it is that of a call whose sample is everything."""
     key, value = kv(300, dim=dim, dtype=dtype)
-    pages = filled(key, value)
+    pages = filled(key, value, rotated=False)
     whole = prepare(key, value, [300, 300], pages.dim, fp16=False, smooth_v=True)
     got = unpack(pages.records(0, 3), pages.dim)
     group = torch.arange(PAGE_TOKENS) % 8 // 2
@@ -97,7 +97,7 @@ def test_pieces_do_not_matter(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dequantized_tokens_are_within_half_a_step(dim: int) -> None:
     key, value = kv(503, dim=dim, dtype=torch.float32)
-    pages = filled(key, value)
+    pages = filled(key, value, rotated=False)
     k, v = pages.dequantize()
     scales = unpack(pages.records(0, 4), dim)
     step = scales.k_scale.flatten(2)[:, :, :503, None]

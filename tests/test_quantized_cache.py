@@ -342,7 +342,8 @@ def generated(model: nn.Module, prompt: Tensor, cache: Any, **options: Any) -> T
 
 def assert_same_until_a_near_tie(model: nn.Module, prompt: Tensor, got: Tensor, want: Tensor, mask=None) -> None:
     """`want` is the exact model's greedy choice. Where `got` first leaves it, the exact model must have been of two
-    minds: INT8 moves probabilities by some hundredths, and after that the texts are different texts."""
+    minds: INT8 moves probabilities by some hundredths, of two that are likely by a tenth, and after that the texts are
+    different texts."""
     assert got.shape == want.shape == (prompt.shape[0], NEW)
     whole = torch.cat([prompt, want], dim=1)
     if mask is not None:
@@ -352,7 +353,7 @@ def assert_same_until_a_near_tie(model: nn.Module, prompt: Tensor, got: Tensor, 
         differs = (chosen != best).nonzero()
         if len(differs):
             i = int(differs[0])
-            assert chance[i, best[i]] - chance[i, chosen[i]] < 0.1, f"token {i}: {chosen[i]} for {best[i]}"
+            assert chance[i, best[i]] - chance[i, chosen[i]] < 0.15, f"token {i}: {chosen[i]} for {best[i]}"
 
 
 @pytest.mark.parametrize("start", [0, 1000])

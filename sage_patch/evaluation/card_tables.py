@@ -55,7 +55,7 @@ def why_not(card: Card, recipe: Recipe, head_dim: int) -> str | None:
 
 def runs(card: Card, text: str, head_dim: int | None) -> str:
     """The recipe that a site with this recipe's name runs on a card: "qk_int8_pv_fp16", or "exact (no_fp8)"."""
-    recipe = backends.of_device(parse_recipe(text), backends.find("cuda", card.capability))
+    recipe = backends.as_run(parse_recipe(text), backends.find("cuda", card.capability), head_dim or 64)
     if recipe.is_exact:
         return recipe.name
     reason = why_not(card, recipe, head_dim or 64)
@@ -125,7 +125,7 @@ def _facts(card: Card) -> list[tuple[str, str]]:
     backend = backends.find("cuda", card.capability)
     facts = [("chip", f"{card.chip}, compute capability {major}.{minor}"), ("kernels", backend)]
     if backend != "none":
-        facts.append(("default recipe", backends.of_device(parse_recipe(AUTO), backend).name))
+        facts.append(("default recipe", backends.as_run(parse_recipe(AUTO), backend, 128).name))
     if backends.BACKENDS.get(backend) and backends.BACKENDS[backend].has_fp16_sums:
         facts.append(("sums of P V", ", ".join(f"{pv} in {sums_of(card, pv)}" for pv in _pv_of(backend))))
     if card.sms:

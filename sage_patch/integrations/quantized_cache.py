@@ -39,13 +39,14 @@ class QuantizedCache(Cache):
     "cache_materialized" in sage_patch.stats().
 
     config: the model's. max_cache_len: allocate the layers without a window for this many tokens at once, and refuse
-    more; None: grow as needed. Of an encoder-decoder model, either half of an EncoderDecoderCache may be one. Raises
+    more; None: grow as needed. rotated: keys are held multiplied by a Hadamard matrix, which spreads large channels over
+    all of them (docs/numerics.md). Of an encoder-decoder model, either half of an EncoderDecoderCache may be one. Raises
     TypeError for what is no configuration, ValueError for models whose layers it cannot hold.
     """
 
     layers: list[QuantizedCacheLayer]  # type: ignore[assignment]
 
-    def __init__(self, config: PretrainedConfig, max_cache_len: int | None = None):
+    def __init__(self, config: PretrainedConfig, max_cache_len: int | None = None, rotated: bool = True):
         if not isinstance(config, PretrainedConfig):
             raise TypeError(
                 "QuantizedCache takes a model's configuration: QuantizedCache(model.config); "
@@ -63,7 +64,7 @@ class QuantizedCache(Cache):
         _check_heads(configs)
         crosses = any(_has_encoder(c) for c in (config, text))
         layers: list[Any] = [
-            QuantizedCacheLayer(i, _window_of(kind, c), max_cache_len, crosses)
+            QuantizedCacheLayer(i, _window_of(kind, c), max_cache_len, crosses, rotated)
             for i, (kind, c) in enumerate(zip(layer_types, configs, strict=True))
         ]
         super().__init__(layers=layers)
@@ -91,12 +92,17 @@ class QuantizedCacheLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self, layer_idx: int, window: int | None = None, max_cache_len: int | None = None, may_cross: bool = False
+        self,
+        layer_idx: int,
+        window: int | None = None,
+        max_cache_len: int | None = None,
+        may_cross: bool = False,
+        rotated: bool = True,
     ):
         # Not the base's: it sets keys and values, which are read from the pages here.
         self.may_cross = may_cross and window is not None
         self._is_decoder = not self.may_cross
-        self.layer_idx, self.window, self.max_cache_len = layer_idx, window, max_cache_len
+        self.layer_idx, self.window, self.max_cache_len, self.rotated = layer_idx, window, max_cache_len, rotated
         self.is_sliding = window is not None
         self.is_initialized = False
         self.record_past = False  # transformers switches it off by this name
@@ -126,7 +132,7 @@ class QuantizedCacheLayer(CacheLayerMixin):
             )
         self.pages = Pages(
             batch, num_kv_heads, head_dim, key_states.dtype, key_states.device,
-            window=self.window, max_length=self.max_cache_len,
+            window=self.window, max_length=self.max_cache_len, rotated=self.rotated,
         )  # fmt: skip
         self.is_initialized = True
 

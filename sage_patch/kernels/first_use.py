@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sage_patch import args as call_args
 from sage_patch.args import Args
-from sage_patch.backends import Backend
+from sage_patch.backends import Backend, as_run
 from sage_patch.errors import SagePatchError
 from sage_patch.kernels import plain
 from sage_patch.recipes import EXACT, RECIPES, Call, Recipe
@@ -44,7 +44,8 @@ def compare(backend: Backend, run: Run, device: str) -> None:
             for recipe in RECIPES.values():
                 if recipe.is_exact or recipe.self_test_bound is None or backend.why_not(recipe, call) is not None:
                     continue
-                got = run(there[0], there[1], there[2], args, recipe)[0].float().cpu()
+                ran = as_run(recipe, backend.name, head_dim)
+                got = run(there[0], there[1], there[2], args, ran)[0].float().cpu()
                 error = float((got - want).abs().sum() / want.abs().sum())
                 if not error <= recipe.self_test_bound:
                     raise WrongNumbersError(

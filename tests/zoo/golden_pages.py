@@ -44,7 +44,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def filled(case: Case, device: str) -> Pages:
-    pages = Pages(2, 2, case.dim, case.dtype, device)
+    pages = Pages(2, 2, case.dim, case.dtype, device, rotated=False)
     _, key, value = (x.to(device) for x in inputs(case))
     for k, v in zip(key.split(case.pieces, 2), value.split(case.pieces, 2), strict=True):
         pages.append(k, v)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sage_patch.args import plain
-from sage_patch.backends import named
+from sage_patch.backends import as_run, named
 from sage_patch.evaluation.bench import timing
 from sage_patch.evaluation.tables import Table
 from sage_patch.kernels import accumulators, library, ops
@@ -48,7 +48,7 @@ def measure(types: Sequence[str], how: timing.Timing = timing.FROM_REST) -> Time
 
 
 def recipe_of(pv: str) -> Recipe:
-    return next(r for r in RECIPES.values() if (r.qk_bits, r.pv) == (8, pv))
+    return as_run(next(r for r in RECIPES.values() if (r.qk_bits, r.pv) == (8, pv)), "mma", 64)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sage_patch.args import plain
-from sage_patch.backends import capabilities, named
+from sage_patch.backends import as_run, capabilities, named
 from sage_patch.dispatch import Options, describe
 from sage_patch.evaluation.bench.peers import BURST_ONLY, PACKAGES, PEERS, Run
 from sage_patch.evaluation.bench.plans import Plan, column_of, expected_seconds, fitting, wanted
@@ -221,7 +221,8 @@ def _candidates(
     args = plain(1 / math.sqrt(query.shape[-1]), shape.is_causal)
     recipes, peers = wanted(shape, plan)
     for name in recipes:
-        recipe, prefix = parse_recipe(name), column_of(name)
+        backend = ops.backend_for(query.device)
+        recipe, prefix = as_run(parse_recipe(name), backend, query.shape[-1]), column_of(name)
         try:
             _require(recipe, query, key, value)
 
