@@ -30,7 +30,7 @@ constexpr int kMostRotated = 256;
 constexpr int kMostRotated = 128;
 #endif
 SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM
-  return is_plain(mode) && dim <= 128 && !fp16 && !rotate ? kMostCtas : 2;
+  return !is_plain(mode) || dim > 128 || fp16 ? 2 : rotate && dim == 128 && kMostCtas > 3 ? 3 : kMostCtas;
 }
 template<int DIM> constexpr int kValues = DIM > 128 ? 128 : DIM;  // channels of V that a part has
 
@@ -119,18 +119,22 @@ SAGE2_DEV void quantize_rotated_keys(const Params &p, int head, int rank, int it
   if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
                                                  rank == 0, head, 0);
+  float4 *const start = (float4 *)(&vectors + 1);  // in the place of the partial sums
+  if (threadIdx.x < 32) share.start_from(vectors.mean, start);
+  __syncthreads();
+  const uint32_t signs = rotation_signs<DIM>(is_bf16<MODE>(p));
   let_the_next_begin();
   int block = span.first;
   if constexpr (is_plain(MODE)) {
     #pragma unroll 1
     for (; block < span.whole; block++)
-      share.template write_keys<true>(p, h, rows, vectors.mean, block, block + 1 < span.last);
-    if (block < span.last) share.template write_keys<false>(p, h, rows, vectors.mean, block, false);
+      share.template write_keys<true>(p, h, rows, start, signs, block, block + 1 < span.last);
+    if (block < span.last) share.template write_keys<false>(p, h, rows, start, signs, block, false);
   } else {
     #pragma unroll 1
     for (; block < span.last; block++) {
       share.load_block(p, h, rows, block);
-      share.template write_keys<false>(p, h, rows, vectors.mean, block, false);
+      share.template write_keys<false>(p, h, rows, start, signs, block, false);
     }
   }
 }
