@@ -23,13 +23,7 @@ constexpr int kMostCtas = 4;
 #else
 constexpr int kMostCtas = 2;  // 128 registers do not do there
 #endif
-// Rotated keys of 256 channels: elsewhere than on Hopper there are no registers for them.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-constexpr int kMostRotated = 256;
-#else
-constexpr int kMostRotated = 128;
-#endif
-SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM
+SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM; rotated keys: 168 registers
   return !is_plain(mode) || dim > 128 || fp16 ? 2 : rotate && dim == 128 && kMostCtas > 3 ? 3 : kMostCtas;
 }
 template<int DIM> constexpr int kValues = DIM > 128 ? 128 : DIM;  // channels of V that a part has
@@ -215,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, ctas(DIM, FP16, MODE, ROTATE))
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.images.counter = 0;
   const Work work = work_of(p, items);
   if (work.part < 0) {
-    if (DIM <= kMostRotated && (ROTATE || (!is_plain(MODE) && p.rotate)))
+    if (ROTATE || (!is_plain(MODE) && p.rotate))
       quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
     else quantize_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
   } else if constexpr (has_values<FP16>()) quantize_values<kValues<DIM>, DIM, FP16, MODE>(p, range, items, smem);
