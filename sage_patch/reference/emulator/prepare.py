@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_code, fma, to_half
-from sage_patch.reference.quantize import E4M3_MAX, LOG2E
 from sage_patch.reference.emulator.rotation import rotate_rows
+from sage_patch.reference.quantize import E4M3_MAX, LOG2E
 from sage_patch.reference.rotation import rotate
 
 # A group or channel whose largest magnitude is below this counts as all zero: 127 / amax would near float32's end.

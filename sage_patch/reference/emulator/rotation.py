@@ -7,8 +7,8 @@ A Hadamard matrix is a product of one factor for each bit of the channel's numbe
    starts from: minus the mean, turned by these bits in float32 (over the width first, then bits 0, 2, 3, 4);
 2. bits 1, 5, 6, 7: butterflies (a, b) -> (a + b, a - b), each sum rounded to float32.
 
-The sum of 16 is that of an H200 (accumulator.py). Other cards may cut it elsewhere: their last bits differ where the sum
-is not exact.
+The sum of 16 is that of an H200 (accumulator.py). Other cards may cut it elsewhere: their last bits differ where the
+sum is not exact.
 """
 
 from __future__ import annotations
