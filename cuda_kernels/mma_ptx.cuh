@@ -37,6 +37,7 @@ SAGE2_DEV void copy_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memo
   }
 SAGE2_MMA_4(mma_s8, int, "r", "m16n8k32", "s32.s8.s8.s32")
 SAGE2_MMA_4(mma_s4, int, "r", "m16n8k64", "s32.s4.s4.s32")  // tensor cores of sm_80 to sm_89 only; emulated elsewhere
+SAGE2_MMA_4(mma_bf16, float, "f", "m16n8k16", "f32.bf16.bf16.f32")
 SAGE2_MMA_4(mma_f16, float, "f", "m16n8k16", "f32.f16.f16.f32")
 SAGE2_MMA_4(mma_e4m3, float, "f", "m16n8k32", "f32.e4m3.e4m3.f32")
 // Summed in fp16: twice the rate on GeForce. d: two packed pairs.

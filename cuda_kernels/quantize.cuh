@@ -23,14 +23,8 @@ constexpr int kMostCtas = 4;
 #else
 constexpr int kMostCtas = 2;  // 128 registers do not do there
 #endif
-// Rotated keys of 256 channels: elsewhere than on Hopper there are no registers for them.
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-constexpr int kMostRotated = 256;
-#else
-constexpr int kMostRotated = 128;
-#endif
-SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM
-  return is_plain(mode) && dim <= 128 && !fp16 && !rotate ? kMostCtas : 2;
+SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM; rotated keys: 168 registers
+  return !is_plain(mode) || dim > 128 || fp16 ? 2 : rotate && dim == 128 && kMostCtas > 3 ? 3 : kMostCtas;
 }
 template<int DIM> constexpr int kValues = DIM > 128 ? 128 : DIM;  // channels of V that a part has
 
@@ -119,18 +113,22 @@ SAGE2_DEV void quantize_rotated_keys(const Params &p, int head, int rank, int it
   if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
                                                  rank == 0, head, 0);
+  float4 *const start = (float4 *)(&vectors + 1);  // in the place of the partial sums
+  if (threadIdx.x < 32) share.start_from(vectors.mean, start);
+  __syncthreads();
+  const uint32_t signs = rotation_signs<DIM>(is_bf16<MODE>(p));
   let_the_next_begin();
   int block = span.first;
   if constexpr (is_plain(MODE)) {
     #pragma unroll 1
     for (; block < span.whole; block++)
-      share.template write_keys<true>(p, h, rows, vectors.mean, block, block + 1 < span.last);
-    if (block < span.last) share.template write_keys<false>(p, h, rows, vectors.mean, block, false);
+      share.template write_keys<true>(p, h, rows, start, signs, block, block + 1 < span.last);
+    if (block < span.last) share.template write_keys<false>(p, h, rows, start, signs, block, false);
   } else {
     #pragma unroll 1
     for (; block < span.last; block++) {
       share.load_block(p, h, rows, block);
-      share.template write_keys<false>(p, h, rows, vectors.mean, block, false);
+      share.template write_keys<false>(p, h, rows, start, signs, block, false);
     }
   }
 }
@@ -211,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, ctas(DIM, FP16, MODE, ROTATE))
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.images.counter = 0;
   const Work work = work_of(p, items);
   if (work.part < 0) {
-    if (DIM <= kMostRotated && (ROTATE || (!is_plain(MODE) && p.rotate)))
+    if (ROTATE || (!is_plain(MODE) && p.rotate))
       quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
     else quantize_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
   } else if constexpr (has_values<FP16>()) quantize_values<kValues<DIM>, DIM, FP16, MODE>(p, range, items, smem);

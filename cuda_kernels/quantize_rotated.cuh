@@ -1,7 +1,7 @@
 // A warp's share of a block of 128 keys that are rotated before they are quantized. The tokens are those of RowShare,
-// one scale group a warp, but only four lanes (256 channels: eight) hold a key, as pieces of eight channels: most of a
-// butterfly then stays inside a lane. Up to 128 channels each number is formed once and waits in registers for the
-// scale of its group; 256 channels are formed twice.
+// one scale group a warp, but four lanes hold a key, as pieces of eight channels: the operands of rotate_piece(). Keys
+// wait in registers as they came and are rotated twice, for the scale of their group and for its integers, half of
+// their channels at a time: rotated ones would need twice the registers.
 #pragma once
 #include "fwd_mma.h"
 #include "mma_image.h"
@@ -12,8 +12,8 @@ namespace sage2 {
 namespace {
 
 template<int DIM, Mode MODE> struct RotatedShare {
-  static constexpr int kLanes = DIM > 128 ? 8 : 4, kPieces = DIM / 8 / kLanes;
-  static constexpr int kSets = kLanes, kSetTokens = kTileTokens / kSets;  // a set: a key in every lane; to the next one
+  static constexpr int kLanes = 4, kPieces = DIM / 8 / kLanes;
+  static constexpr int kSets = 4, kSetTokens = kTileTokens / kSets;  // a set: a key in every four lanes; to the next one
   uint4 x[kSets * kPieces];
 
   SAGE2_DEV RotatedShare() {
@@ -43,42 +43,64 @@ template<int DIM, Mode MODE> struct RotatedShare {
         [&](int i) { return channel(i % kPieces); });
   }
 
-  // A set less its mean, rotated, in fp32; zeros where there is no key.
-  SAGE2_DEV void rotated_keys(const Params &p, int set, const float *mean, bool there, float (&f)[8 * kPieces]) const {
+  // What the sums of rotate_piece() start from, for all lanes, from the mean that smoothing takes off: by one warp.
+  SAGE2_DEV static void start_from(const float *mean, float4 *start) {
+    const int lane = thread_index() % 32, chunk = lane % (DIM / 8);
+    float f[8];
+    load8(mean + chunk * 8, f);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) f[e] = __fmul_rn(f[e], -1.f / DIM);
+    butterflies(f, 1);
+    butterflies(f, 4);
+    exchange<4>(f);
+    #pragma unroll
+    for (int half = 0; half < 2; half++)
+      start[(chunk / 4 * 2 + half) * 4 + chunk % 4] =
+          make_float4(f[4 * half], f[4 * half + 1], f[4 * half + 2], f[4 * half + 3]);
+  }
+  // Half of a set of keys less their mean, rotated but for the last step; zeros where there is no key.
+  SAGE2_DEV void turn(const Params &p, int set, int half, const float4 *start, bool there, uint32_t signs,
+                      float (&f)[kPieces][4]) const {
     #pragma unroll
     for (int i = 0; i < kPieces; i++) {
-      float wide[8], m[8];
-      widen(x[set * kPieces + i], is_bf16<MODE>(p), wide);
-      load8(mean + channel(i), m);
+      const float4 from = load_again(start + i * 8 + half * 4 + thread_index() % 4);
+      f[i][0] = from.x;
+      f[i][1] = from.y;
+      f[i][2] = from.z;
+      f[i][3] = from.w;
+      rotate_piece(f[i], x[set * kPieces + i], half, signs, is_bf16<MODE>(p));
       #pragma unroll
-      for (int e = 0; e < 8; e++) f[8 * i + e] = there ? __fsub_rn(wide[e], m[e]) : 0.f;
+      for (int e = 0; e < 4; e++) f[i][e] = there ? f[i][e] : 0.f;
     }
-    rotate<kLanes>(f);
+    rotate_pieces<kPieces / 2>(f);
   }
-  SAGE2_DEV static float largest_of(const float (&f)[8 * kPieces], float top) {
-    #pragma unroll
-    for (int e = 0; e < 8 * kPieces; e++) top = max_keep_nan(top, fabsf(f[e]));
-    return top;
-  }
-  SAGE2_DEV static void store_set(uint8_t *out, int set, bool packed, const float (&f)[8 * kPieces], float inverse) {
+  SAGE2_DEV static void store_set(uint8_t *out, int set, bool packed, const uint32_t (&words)[2][kPieces]) {
     constexpr int kPitch = DIM > 128 ? 128 : DIM;  // bytes of a row
     #pragma unroll
-    for (int i = 0; i < kPieces; i++) {
-      float y[8];
-      #pragma unroll
-      for (int e = 0; e < 8; e++) y[e] = f[8 * i + e];
+    for (int i = 0; i < kPieces; i++)
       if (packed)
-        *(uint32_t *)(out + k4_offset(token(), channel(i), DIM) + set * kSetTokens * (DIM / 2)) = pack_s4(y, inverse);
+        *(uint32_t *)(out + k4_offset(token(), channel(i), DIM) + set * kSetTokens * (DIM / 2)) =
+            nibbles(words[0][i]) | nibbles(words[1][i]) << 16;
       else
-        *(uint2 *)(out + k_offset(token(), channel(i), DIM) + set * kSetTokens * kPitch) = {
-            pack_s8(y[0], y[1], y[2], y[3], inverse), pack_s8(y[4], y[5], y[6], y[7], inverse)};
-    }
+        *(uint2 *)(out + k_offset(token(), channel(i), DIM) + set * kSetTokens * kPitch) = {words[0][i], words[1][i]};
   }
 
-  // As RowShare's. mean: in shared memory.
+  SAGE2_DEV static void fence(int i, int never) {  // schedule_fence() wants constants
+    if (i == 0) schedule_fence<0>(never);
+    if (i == 1) schedule_fence<1>(never);
+    if (i == 2) schedule_fence<2>(never);
+    if (i == 3) schedule_fence<3>(never);
+    if (i == 4) schedule_fence<4>(never);
+    if (i == 5) schedule_fence<5>(never);
+    if (i == 6) schedule_fence<6>(never);
+    if (i == 7) schedule_fence<7>(never);
+  }
+
+  // As RowShare's. start: start_from()'s, in shared memory.
   template<bool ALL>
-  SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const float *mean, int block, bool more) {
-    constexpr bool kAsked = !is_plain(MODE), kOnce = DIM <= 128;
+  SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const float4 *start, uint32_t signs,
+                            int block, bool more) {
+    constexpr bool kAsked = !is_plain(MODE);
     const bool int4 = kAsked && p.int4, packed = kAsked && DIM <= 128 && p.int4 == kPackedInt4;
     uint32_t there = ~0u;  // bit i: the key of set i exists
     if (!ALL) {
@@ -87,12 +109,12 @@ template<int DIM, Mode MODE> struct RotatedShare {
       #pragma unroll
       for (int i = 0; i < kSets; i++) there |= (uint32_t)exists<MODE>(p, h, first + i * kSetTokens) << i;
     }
-    float f[kOnce ? kSets : 1][8 * kPieces], top = 0.f;
+    float top = 0.f;
     #pragma unroll
-    for (int set = 0; set < kSets; set++) {
-      rotated_keys(p, set, mean, there >> set & 1, f[kOnce ? set : 0]);
-      top = largest_of(f[kOnce ? set : 0], top);
-      if (kOnce && ALL) load_set(h, rows, set, block + 1, more);
+    for (int i = 0; i < 2 * kSets; i++) {
+      float f[kPieces][4];
+      turn(p, i / 2, i % 2, start, there >> i / 2 & 1, signs, f);
+      top = largest_turned(f, top);
     }
     const Int8Scale s8 = int8_scale_in_line(__reduce_max_sync(~0u, magnitude(top)), int4);
     const int64_t image = h.image + block;
@@ -101,13 +123,19 @@ template<int DIM, Mode MODE> struct RotatedShare {
     uint8_t *const out = p.images.k + image * (int64_t)(k_image_bytes(DIM) / (packed ? 2 : 1));
     #pragma unroll
     for (int set = 0; set < kSets; set++) {
-      if (!kOnce) {
+      uint32_t words[2][kPieces];
+      #pragma unroll
+      for (int half = 0; half < 2; half++) {
+        fence(2 * set + half, block);  // one after the other: registers are short
+        float f[kPieces][4];
+        turn(p, set, half, start, there >> set & 1, signs, f);
         #pragma unroll
-        for (int i = set * kPieces; i < (set + 1) * kPieces; i++) forget(x[i].x, x[i].y, x[i].z, x[i].w);
-        rotated_keys(p, set, mean, there >> set & 1, f[0]);
+        for (int i = 0; i < kPieces / 2; i++) butterflies(f[i], f[i + kPieces / 2]);
+        #pragma unroll
+        for (int i = 0; i < kPieces; i++) words[half][i] = pack_s8(f[i][0], f[i][1], f[i][2], f[i][3], s8.inverse);
       }
-      store_set(out, set, packed, f[kOnce ? set : 0], s8.inverse);
-      if (!kOnce && ALL) load_set(h, rows, set, block + 1, more);
+      store_set(out, set, packed, words);
+      if (ALL) load_set(h, rows, set, block + 1, more);
     }
   }
 };

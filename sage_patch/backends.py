@@ -80,11 +80,8 @@ def _reference_why_not(recipe: Recipe, call: Call) -> str | None:
     return "head_dim" if call.head_dim > 1024 else None
 
 
-def _compiled_why_not(
-    recipe: Recipe, call: Call, fp16_head_dim: int = 256, rotated_head_dim: int = 128, has_exponents: bool = False
-) -> str | None:
-    """What no compiled kernel takes yet. fp16_head_dim, rotated_head_dim: the widest heads with FP16 P V, and with
-    rotation; has_exponents: duo, chord."""
+def _compiled_why_not(recipe: Recipe, call: Call, fp16_head_dim: int = 256, has_exponents: bool = False) -> str | None:
+    """What no compiled kernel takes yet. fp16_head_dim: the widest heads with FP16 P V; has_exponents: duo, chord."""
     if (recipe.granularity, recipe.tiling) != ("thread", "wgmma"):  # its tiles are what they are
         return "variant"
     if recipe.exp != "exact" and not (has_exponents and recipe.has_exponent):
@@ -96,15 +93,13 @@ def _compiled_why_not(
     widest = fp16_head_dim if recipe.pv == "fp16" else 256
     if call.head_dim > (128 if recipe.qk_bits == 4 or recipe.smooth_q else widest):
         return "head_dim"
-    if recipe.rotate == "hadamard" and call.head_dim > rotated_head_dim:
-        return "variant"
     held = next(width for width in (64, 128, 256) if width >= call.head_dim)  # V is padded to what holds Q and K
     return "v_head_dim" if call.v_head_dim > held else None
 
 
 def _sm90_why_not(recipe: Recipe, call: Call) -> str | None:
     """The Hopper kernel's FP16 P V takes 128 channels."""
-    return _compiled_why_not(recipe, call, fp16_head_dim=128, rotated_head_dim=256, has_exponents=True)
+    return _compiled_why_not(recipe, call, fp16_head_dim=128, has_exponents=True)
 
 
 def _without_fp8_why_not(recipe: Recipe, call: Call) -> str | None:
@@ -122,11 +117,6 @@ def _compiled_no_gain(recipe: Recipe, call: Call) -> str | None:
 def _always(head_dim: int) -> bool:
     """Whatever a backend's `why_not` lets through it rotates too."""
     return True
-
-
-def _narrow(head_dim: int) -> bool:
-    """The kernels for cards without wgmma have no registers to rotate wider keys."""
-    return head_dim <= 128
 
 
 CROSSOVER_HEADS = 128  # batch x heads at which break-even lengths are measured
@@ -183,7 +173,7 @@ BACKENDS: dict[str, Backend] = {
             architectures={(8, 9): "89", (12, 0): "120", (12, 1): "120"},
             has_fp16_sums=True,
             is_proven=False,
-            rotates=_narrow,
+            rotates=_always,
         ),
         Backend(
             "mma_fp16",
@@ -196,7 +186,7 @@ BACKENDS: dict[str, Backend] = {
             has_fp8=False,
             has_fp16_sums=True,
             is_proven=False,
-            rotates=_narrow,
+            rotates=_always,
         ),
         Backend(
             "reference",

@@ -23,6 +23,7 @@ from sage_patch.recipes import NO_LIMITS, RECIPES, Call, parse_recipe, rotated, 
 from sage_patch.reference.emulator import forward as sm90
 from sage_patch.reference.emulator import pages as emulated_pages
 from sage_patch.reference.emulator.prepare import padded_dim
+from sage_patch.reference.emulator.rotation import rotate_rows
 from sage_patch.reference.rotation import rotate, rotate_back, rotated_width
 
 DIMS = [16, 40, 64, 80, 96, 112, 128, 160, 256]
@@ -68,6 +69,20 @@ def test_the_order_of_sums() -> None:
         low = torch.arange(64) & distance == 0
         want = torch.where(low, want + other, other - want)
     assert torch.equal(rotate(x), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [40, 64, 128, 256])
+def test_rows_rotated_on_tensor_cores(dim: int, dtype: torch.dtype) -> None:
+    """The same vectors but for last bits, exactly those where every sum is exact; lost rows stay in their row."""
+    x, mean = normal(9, dim, dtype=dtype) + 1, normal(1, dim, dtype=torch.float32, seed=1)[0]
+    assert (rotate_rows(x, mean) - rotate(x.float() - mean)).abs().max() < 1e-6
+    x, mean = (x * 30).round(), (mean * 30).round()
+    assert torch.equal(rotate_rows(x, mean), rotate(x.float() - mean))
+    for lost in (math.nan, math.inf, -math.inf):
+        x[3, 17] = lost
+        assert (~rotate_rows(x, mean).isfinite()).all(-1).tolist() == [i == 3 for i in range(9)]
+        assert rotate_rows(x, mean)[torch.arange(9) != 3].isfinite().all()
 
 
 def test_zero_huge_and_lost_numbers() -> None:
@@ -201,11 +216,9 @@ def test_auto_is_what_the_backend_computes(monkeypatch: pytest.MonkeyPatch) -> N
     assert parse_recipe(chosen.name) == chosen
     assert choose(recipe, call._replace(head_dim=64, v_head_dim=64), NO_LIMITS)[0].rotate == "hadamard"
     assert choose(parse_recipe("sage2:rotate=auto"), call, NO_LIMITS)[0].name == "qk_int8_pv_fp8:rotate=none"
-    assert choose(parse_recipe("sage2"), call._replace(backend="mma", head_dim=160, v_head_dim=160), NO_LIMITS)[0] == (
-        parse_recipe("qk_int8_pv_fp8:rotate=none,exp=exact")
-    )
-    insisting = parse_recipe("qk_int8_pv_fp8:rotate=hadamard,exp=exact")
-    assert why_not(insisting, call._replace(backend="mma", head_dim=160, v_head_dim=160), NO_LIMITS) == "variant"
+    wide = call._replace(backend="mma", head_dim=160, v_head_dim=160)
+    assert choose(parse_recipe("sage2"), wide, NO_LIMITS)[0] == parse_recipe("qk_int8_pv_fp8:exp=exact")
+    assert why_not(parse_recipe("qk_int8_pv_fp8:rotate=hadamard,exp=exact"), wide, NO_LIMITS) is None
 
 
 def test_auto_on_a_cpu_is_hadamard() -> None:

@@ -1,4 +1,4 @@
-"""The rotation of Q and K before they are quantized, in the one order of work that every backend follows.
+"""The rotation of Q and K before they are quantized. The kernels do K in another order of work (emulator/rotation.py).
 
 A Hadamard matrix H has entries of +-1 and H H^T = width * I, so (q H) . (k H) = width * (q . k): scores stay what they
 were, while a channel that is larger than the others is spread over all of them and no longer sets their scale (QuaRot,

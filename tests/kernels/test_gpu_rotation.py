@@ -81,6 +81,19 @@ def test_images_of_any_size(factor: float) -> None:
     same_images(images_of(q, k, v, FP8), mirror.prepare(k, v, [200], 128, False, True, rotated=True))
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_images_where_the_tensor_cores_cut_sums(dim: int, dtype: torch.dtype) -> None:
+    """Channels of a key differ by many powers of two, and so do keys: bits of the sums are lost, the same as in the
+    emulator."""
+    q, k, v = qkv(1, 2, 2, 1, 700, dim, dtype)
+    least, most = (-40, 40) if dtype == torch.bfloat16 else (-14, 12)
+    k = k * torch.randint(least, most, k.shape, device=DEVICE).float().exp2().to(dtype)
+    same_images(images_of(q, k, v, FP8), mirror.prepare(k, v, [700], dim, False, True, rotated=True))
+    k[0, 0, 5, 3], k[0, 1, 200, 60], k[0, 1, 201, 7] = math.inf, math.nan, -math.inf
+    same_images(images_of(q, k, v, FP8), mirror.prepare(k, v, [700], dim, False, True, rotated=True))
+
+
 def near(out: Tensor, lse: Tensor, s: hopper.Stages, most_lse: float = 1e-4) -> None:
     live = s.lse.isfinite()
     assert torch.equal(live, lse.cpu().isfinite())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sage_patch.reference.emulator import tile_image as ti
 from sage_patch.reference.emulator.float32 import e4m3_code, fma, to_half
+from sage_patch.reference.emulator.rotation import rotate_rows
 from sage_patch.reference.quantize import E4M3_MAX, LOG2E
 from sage_patch.reference.rotation import rotate
 
@@ -119,7 +120,7 @@ def prepare(
     for b in range(batch):
         for h in range(heads):
             some = None if seen is None else seen[b, : keys[b]]
-            _prepare_k(out, b * heads + h, key[b, h, : keys[b]].float(), some, smooth_k, int4, rotated)
+            _prepare_k(out, b * heads + h, key[b, h, : keys[b]], some, smooth_k, int4, rotated)
             _prepare_v(out, b * heads + h, value[b, h, : keys[b]].float(), fp16, smooth_v, some)
     return out
 
@@ -136,12 +137,12 @@ def _prepare_k(
     out: Prepared, head: int, k: Tensor, seen: Tensor | None, smooth: bool, int4: bool, rotated: bool
 ) -> None:
     tokens, channels = k.shape
-    mean = ti.sampled_mean(k, seen) if smooth else torch.zeros(channels)
+    mean = ti.sampled_mean(k.float(), seen) if smooth else torch.zeros(channels)
     out.k_mean[head, :channels] = mean
-    centred = k - mean
+    centred = rotate_rows(k, mean) if rotated else k.float() - mean
     if seen is not None:
         centred = torch.where(seen[:, None], centred, 0.0)
-    centred = _blocked(rotate(centred) if rotated else centred, out.k.shape[-1])
+    centred = _blocked(centred, out.k.shape[-1])
     group = ti.k_group(torch.arange(ti.TILE_TOKENS))
     for g in range(ti.SCALE_GROUPS):
         mine = centred[:, group == g]

@@ -71,8 +71,38 @@ inline void mma_s8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
 inline void mma_s4(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   add_product<8>(d, a, b0, b1, s4_at);
 }
+// As sage_patch/reference/emulator/accumulator.py has them: cut at 25 bits below the largest exponent, then at 23 bits
+// of the sum. A factor's exponent is `least` at least.
+template<class F> void add_halves(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, int least, F value) {
+  uint32_t *mine = simulator::box();
+  for (int i = 0; i < 4; i++) mine[i] = a[i];
+  mine[4] = b0;
+  mine[5] = b1;
+  simulator::sync_warp();
+  const auto &box = simulator::warp().box;
+  const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  for (int i = 0; i < 4; i++) {
+    const int row = g + (i & 2) * 4, column = 2 * c + (i & 1);
+    double x[17] = {d[i]}, sum = 0;
+    int largest = d[i] ? ilogb(x[0]) : -1000;
+    for (int k = 0; k < 16; k++) {
+      const double y = value(box[row % 8 * 4 + k % 8 / 2][2 * (k / 8) + row / 8], k % 2);
+      const double z = value(box[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+      x[k + 1] = y * z;
+      if (x[k + 1] != 0 && std::isfinite(x[k + 1])) largest = max(largest, max(ilogb(y), least) + max(ilogb(z), least));
+    }
+    for (double y : x) sum += std::isfinite(y) ? ldexp(trunc(ldexp(y, 25 - largest)), largest - 25) : y;
+    d[i] = sum == 0 || !std::isfinite(sum) ? (float)sum
+                                      : (float)ldexp(trunc(ldexp(sum, 23 - ilogb(sum))), ilogb(sum) - 23);
+  }
+  simulator::sync_warp();
+}
+inline double bf16_at(uint32_t r, int e) { return __uint_as_float(r >> 16 * e << 16); }
 inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  add_product<2>(d, a, b0, b1, f16_at);
+  add_halves(d, a, b0, b1, -14, f16_at);
+}
+inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  add_halves(d, a, b0, b1, -126, bf16_at);
 }
 inline void mma_e4m3(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   add_product<4>(d, a, b0, b1, e4m3_at);

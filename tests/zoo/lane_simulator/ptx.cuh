@@ -11,6 +11,7 @@ inline uint32_t smem_address(const void *) { return 0; }
 inline float load_shared(uint32_t a) { return simulator::load<float>(a); }
 inline int load_shared_int(uint32_t a) { return simulator::load<int>(a); }
 inline float2 load_shared2(uint32_t a) { return simulator::load<float2>(a); }
+inline float4 load_again(const float4 *from) { return *from; }
 inline uint4 load_shared4(uint32_t a) { return simulator::load<uint4>(a); }
 inline void store_shared(uint32_t a, uint32_t x) { simulator::store(a, x); }
 inline void store_shared16(uint32_t a, uint16_t x) { simulator::store(a, x); }
