@@ -7,6 +7,8 @@ torch.compile sees operators on tensors (kernels/page_ops.py). Nothing here know
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ class StaticPages:
         dtype: torch.dtype,
         device: torch.device | str,
         max_length: int,
-        rotated: bool = False,
+        rotated: bool = True,
     ):
         """An empty store. Raises ValueError for a head_dim above 128 or a dtype that it cannot hold."""
         self.device = torch.device(device)
@@ -56,8 +58,7 @@ class StaticPages:
             self.k_mean = torch.zeros(*heads, self.dim, dtype=torch.float32, device=self.device)
             self.v_mean = torch.zeros_like(self.k_mean)
             self.held = torch.zeros(2, dtype=torch.int32, device=self.device)
-            at = torch.arange(slabs, dtype=torch.int64) * self.store[0].nbytes
-            self.table = (at + self.store.data_ptr()).to(self.device)
+            self.table = self._addresses()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -74,6 +75,15 @@ class StaticPages:
     def nbytes(self) -> int:
         """Bytes of device memory held."""
         return sum(t.nbytes for t in self.tensors)
+
+    def _addresses(self) -> Tensor:
+        at = torch.arange(self.store.shape[0], dtype=torch.int64) * self.store[0].nbytes
+        return (at + self.store.data_ptr()).to(self.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a store of its own, and so another table."""
+        self.__dict__.update(state)
+        self.table = self._addresses()
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store key and value [batch, num_kv_heads, n, head_dim] behind the tokens that are there.
