@@ -76,6 +76,11 @@ class StaticPages:
         """Bytes of device memory held."""
         return sum(t.nbytes for t in self.tensors)
 
+    @property
+    def length(self) -> Tensor:
+        """How many tokens are stored, int32 on the device, as of now."""
+        return page_ops.length(self.held)  # type: ignore[no-any-return]
+
     def _addresses(self) -> Tensor:
         at = torch.arange(self.store.shape[0], dtype=torch.int64) * self.store[0].nbytes
         return (at + self.store.data_ptr()).to(self.device)

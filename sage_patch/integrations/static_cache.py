@@ -109,7 +109,7 @@ class StaticQuantizedCacheLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """How many tokens are stored: on the device, once there is a store."""
-        return self.pages.held[0] if self.pages is not None else 0
+        return self.pages.length if self.pages is not None else 0
 
     def get_max_length(self) -> int:
         return self.max_cache_len

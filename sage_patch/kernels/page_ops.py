@@ -91,6 +91,8 @@ _LIBRARY.define(
 _LIBRARY.define(
     f"pages_dequantize({_STORE.format('', 'Tensor tail, ', '', '', '')}, bool rotated) -> (Tensor, Tensor)"
 )
+# A copy made by an operator: a compiler may read a view of `held` only after the next append has changed it.
+_LIBRARY.define("pages_length(Tensor held) -> Tensor")
 
 
 def _append(
@@ -152,10 +154,19 @@ def _dequantize_fake(
     return key, value
 
 
+def _length(held: Tensor) -> Tensor:
+    return held[0].clone()
+
+
+def _length_fake(held: Tensor) -> Tensor:
+    return held.new_empty(())
+
+
 _BODIES = {
     "pages_append": (_append, lambda *_: None),
     "pages_attend": (_attend, _attend_fake),
     "pages_dequantize": (_dequantize, _dequantize_fake),
+    "pages_length": (_length, _length_fake),
 }
 for _name, (_body, _fake) in _BODIES.items():
     for _device in ("CPU", "CUDA"):
@@ -164,4 +175,5 @@ for _name, (_body, _fake) in _BODIES.items():
 
 append = torch.ops.sage_patch.pages_append.default
 attend = torch.ops.sage_patch.pages_attend.default
+length = torch.ops.sage_patch.pages_length.default
 dequantize = torch.ops.sage_patch.pages_dequantize.default
