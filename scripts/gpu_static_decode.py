@@ -4,7 +4,7 @@
     python scripts/gpu_static_decode.py --out static_decode.json [--layers 32] [--length 32768] [--steps 24] [--forms ...]
 
 The shape of Llama-3-8B with random weights in bf16, batch 1, greedy steps that feed their token back. All forms begin
-with the same keys and values: of a prompt of random tokens over a 16-bit static cache. Forms: static_sdpa and
+with the same keys and values, those of a prompt of random tokens. Forms: static_sdpa and
 static_quantized as `_graph` (one captured CUDA graph) or `_compiled` (torch.compile, reduce-overhead);
 static_sdpa_unmasked: torch's attention without the mask that transformers passes for a static cache, the fastest it
 can be; dynamic_sdpa and dynamic_quantized: eager, as generate runs them. The logits of the first step are compared with
@@ -48,16 +48,16 @@ def llama(layers: int) -> nn.Module:
     return model.eval()
 
 
-def prompt(model: nn.Module, length: int, room: int) -> StaticCache:
+def prompt(model: nn.Module, length: int) -> DynamicCache:
     """A 16-bit cache that holds a prompt."""
-    model.set_attn_implementation(UNMASKED)
-    cache = StaticCache(model.config, max_cache_len=room)
+    model.set_attn_implementation("sdpa")
+    cache = DynamicCache(config=model.config)
     ids = torch.randint(0, 1000, (1, length), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
     return cache
 
 
-def filled(cache: Any, held: StaticCache, length: int) -> Any:
+def filled(cache: Any, held: DynamicCache, length: int) -> Any:
     """The same keys and values in another cache."""
     for i, layer in enumerate(held.layers):
         cache.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
@@ -93,7 +93,7 @@ def set_length(cache: Any, length: int) -> None:
             layer.cumulative_length.fill_(length)
 
 
-def measure(model: nn.Module, form: str, held: StaticCache, length: int, room: int, steps: int) -> dict[str, Any]:
+def measure(model: nn.Module, form: str, held: DynamicCache, length: int, room: int, steps: int) -> dict[str, Any]:
     kind, _, how = form.rpartition("_") if form.endswith(("_graph", "_compiled")) else (form, "", "eager")
     quantized = kind.endswith("quantized")
     model.set_attn_implementation("sage2" if quantized else UNMASKED if kind.endswith("unmasked") else "sdpa")
@@ -149,7 +149,7 @@ def main() -> None:
     began = time.perf_counter()
     model = llama(options.layers)
     room = options.length + 256
-    held = prompt(model, options.length, room)
+    held = prompt(model, options.length)
     torch.cuda.synchronize()
     print(f"model and prompt {time.perf_counter() - began:.1f} s", flush=True)
     record: dict[str, Any] = {

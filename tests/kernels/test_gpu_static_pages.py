@@ -142,7 +142,7 @@ def test_a_captured_step_goes_on(start: int) -> None:
 
 def test_generate_compiles_and_writes_the_same_tokens() -> None:
     """Greedy steps by CUDA graphs of a compiled model, ragged batch."""
-    model = text_model("llama", "sdpa", hidden_size=512, num_attention_heads=8, num_key_value_heads=2).cuda().bfloat16()
+    model = text_model("llama", "sdpa").cuda().bfloat16()
     ids = tokens(2, 160).cuda()
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
