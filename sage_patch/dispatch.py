@@ -235,7 +235,7 @@ def attend_pages(pages: Pages, query: Tensor, args: PageArgs, site: str) -> Tens
 
     Returns [B, Hq, q_len, D] in query's dtype.
     """
-    recipe = rotated(DEFAULT_RECIPE, "hadamard" if pages.rotated else "none")
+    recipe = rotated(DEFAULT_RECIPE, "auto" if pages.rotated else "none")
     ops.add_count(ops.CallKey(site, recipe, ops.backend_for(query.device), NOTE_CACHE))
     with without_autocast(query.device):
         out, _ = pages.attend(query.to(pages.dtype), args)

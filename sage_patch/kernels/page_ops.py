@@ -115,7 +115,7 @@ def _attend(
     is_rotated: bool, kv_starts: Tensor | None, attn_mask: Tensor | None, mask_until: Tensor | None,
     sinks: Tensor | None, scale: float, left: int, is_causal: bool, softcap: float, site: str,
 ) -> Tensor:  # fmt: skip
-    recipe = rotated(DEFAULT_RECIPE, "hadamard" if is_rotated else "none")
+    recipe = rotated(DEFAULT_RECIPE, "auto" if is_rotated else "none")
     ops.add_count(ops.CallKey(site, recipe, ops.backend_for(query.device), NOTE_CACHE))
     pages = Held(store, table, None, k_mean, v_mean, held, max_length, query.shape[3], is_rotated)
     kernels = _kernels(query.device)
