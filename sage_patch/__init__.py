@@ -44,6 +44,7 @@ _HOME = {
     "ConfigError": "config",
     "load_policy": "config",
     "QuantizedCache": "integrations.quantized_cache",
+    "StaticQuantizedCache": "integrations.static_cache",
 }
 
 __all__ = ["__version__", *_HOME]

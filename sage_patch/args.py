@@ -85,7 +85,9 @@ class PageArgs(NamedTuple):
     scale: of the softmax. left: keys seen before a row's own position, -1 for no limit. is_causal: the queries are the
     last q_len tokens of the store, each sees the keys up to its own. kv_starts: int32 [B], position of the first key
     that exists. attn_mask: bool [B or 1, Hq or 1, q_len, width], True = seen, over the last `width` tokens; the ones
-    before are not seen. softcap 0: none. sinks: float [Hq].
+    before are not seen. softcap 0: none. sinks: float [Hq]. Of a store whose length is on the device the mask is over
+    all slots, and mask_until, int32 [B], says of an item whose mask hides nothing but keys before kv_starts that it
+    need not be read while the store holds no more tokens than this.
     """
 
     scale: float
@@ -96,3 +98,4 @@ class PageArgs(NamedTuple):
     softcap: float = 0.0
     sinks: Tensor | None = None
     return_lse: bool = False
+    mask_until: Tensor | None = None

@@ -25,7 +25,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Pages:
-    """Keys and values of `length` tokens.
+    """Keys and values of `length` tokens, which the host knows (static_pages.py: which the device knows).
 
     Slabs of some pages each are added as the store grows; nothing stored is copied for that.
 
@@ -43,6 +43,9 @@ class Pages:
     rotated: keys are held rotated (reference/rotation.py), and queries are rotated to meet them.
     max_length: how many tokens it can hold, allocated at once unless there is a window; None: no limit.
     """
+
+    held: Tensor | None = None
+    settled = False
 
     def __init__(
         self,

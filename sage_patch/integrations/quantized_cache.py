@@ -47,25 +47,12 @@ class QuantizedCache(Cache):
     layers: list[QuantizedCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, config: PretrainedConfig, max_cache_len: int | None = None, rotated: bool = True):
-        if not isinstance(config, PretrainedConfig):
-            raise TypeError(
-                "QuantizedCache takes a model's configuration: QuantizedCache(model.config); "
-                f"got {type(config).__name__}"
-            )
+        windows = windows_of(config, "QuantizedCache")
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len must be a number of tokens or None; got {max_cache_len!r}")
-        text = config.get_text_config(decoder=True)
-        layer_types, configs = _layers_of(text)
-        others = sorted(set(layer_types) - {"full_attention", *_WINDOWED})
-        if others:
-            raise ValueError(
-                f"QuantizedCache holds attention layers; this model has {', '.join(others)}: {_USE_DYNAMIC}"
-            )
-        _check_heads(configs)
-        crosses = any(_has_encoder(c) for c in (config, text))
+        crosses = any(_has_encoder(c) for c in (config, config.get_text_config(decoder=True)))
         layers: list[Any] = [
-            QuantizedCacheLayer(i, _window_of(kind, c), max_cache_len, crosses, rotated)
-            for i, (kind, c) in enumerate(zip(layer_types, configs, strict=True))
+            QuantizedCacheLayer(i, window, max_cache_len, crosses, rotated) for i, window in enumerate(windows)
         ]
         super().__init__(layers=layers)
 
@@ -119,17 +106,7 @@ class QuantizedCacheLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make an empty store for tensors like these. Raises ValueError for those it cannot hold."""
-        if key_states.shape[-1] != value_states.shape[-1]:
-            raise ValueError(
-                f"QuantizedCache holds keys and values of one width; layer {self.layer_idx} has keys of "
-                f"{key_states.shape[-1]} and values of {value_states.shape[-1]} channels: {_USE_DYNAMIC}"
-            )
-        batch, num_kv_heads, _, head_dim = key_states.shape
-        if head_dim > 128:
-            raise ValueError(
-                f"QuantizedCache holds heads of up to 128 channels; layer {self.layer_idx} has {head_dim}: "
-                f"{_USE_DYNAMIC}"
-            )
+        batch, num_kv_heads, head_dim = shape_of(key_states, value_states, self.layer_idx)
         self.pages = Pages(
             batch, num_kv_heads, head_dim, key_states.dtype, key_states.device,
             window=self.window, max_length=self.max_cache_len, rotated=self.rotated,
@@ -236,6 +213,36 @@ class QuantizedCacheLayer(CacheLayerMixin):
     def _read(self, first: int) -> Reading:
         assert self.pages is not None
         return Reading(self.pages, first, f"{FLAG_PREFIX}QuantizedCache.{self.layer_idx}")
+
+
+def windows_of(config: PretrainedConfig, name: str) -> list[int | None]:
+    """How many tokens a query of each layer sees, its own included; None: all. name: of the cache that asks.
+
+    Raises TypeError for what is no configuration, ValueError for models with layers that pages cannot hold.
+    """
+    if not isinstance(config, PretrainedConfig):
+        raise TypeError(f"{name} takes a model's configuration: {name}(model.config); got {type(config).__name__}")
+    layer_types, configs = _layers_of(config.get_text_config(decoder=True))
+    others = sorted(set(layer_types) - {"full_attention", *_WINDOWED})
+    if others:
+        raise ValueError(f"{name} holds attention layers; this model has {', '.join(others)}: {_USE_DYNAMIC}")
+    _check_heads(configs)
+    return [_window_of(kind, c) for kind, c in zip(layer_types, configs, strict=True)]
+
+
+def shape_of(key: Tensor, value: Tensor, layer_idx: int) -> tuple[int, int, int]:
+    """(batch, num_kv_heads, head_dim) of a layer's first tokens. Raises ValueError for those that pages cannot hold."""
+    if key.shape[-1] != value.shape[-1]:
+        raise ValueError(
+            f"QuantizedCache holds keys and values of one width; layer {layer_idx} has keys of "
+            f"{key.shape[-1]} and values of {value.shape[-1]} channels: {_USE_DYNAMIC}"
+        )
+    batch, num_kv_heads, _, head_dim = key.shape
+    if head_dim > 128:
+        raise ValueError(
+            f"QuantizedCache holds heads of up to 128 channels; layer {layer_idx} has {head_dim}: {_USE_DYNAMIC}"
+        )
+    return batch, num_kv_heads, head_dim
 
 
 def _fits(pages: Pages, key: Tensor) -> bool:

@@ -17,6 +17,7 @@ from sage_patch.dispatch import UnsupportedCall, attend_pages, tick
 from sage_patch.integrations.masks import MaskPattern, pattern_of
 from sage_patch.integrations.tags import SiteTag
 from sage_patch.kernels.torch_private import tree_map_only
+from sage_patch.integrations.static_cache_calls import StaticReading
 from sage_patch.pages import Pages
 
 
@@ -82,14 +83,16 @@ class CachedTensor(Tensor):
         return func(*args, **kwargs)
 
 
-def reading_of(key: Tensor) -> Reading | None:
+def reading_of(key: Any) -> Reading | StaticReading | None:
     """What a key that may have come from a quantized cache stands for; None for any other tensor."""
+    if isinstance(key, StaticReading):
+        return key
     return key.reading if isinstance(key, CachedTensor) else None
 
 
 def why_exact(
     tag: SiteTag,
-    reading: Reading,
+    reading: Reading | StaticReading,
     query: Tensor,
     attention_mask: Tensor | None,
     refusals: dict[str, bool],

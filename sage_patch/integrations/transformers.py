@@ -40,6 +40,7 @@ from sage_patch.integrations.source import (
     mask_style,
     modeling_file_of,
 )
+from sage_patch.integrations.static_cache_calls import StaticReading, attend_static
 from sage_patch.integrations.tags import FLAG_PREFIX, TAG, SiteTag
 from sage_patch.recipes import AUTO, EXACT, Limits, parse_recipe
 
@@ -115,7 +116,8 @@ def sage2_attention_forward(
         exact_reason = why_exact(tag, reading, query, attention_mask, refusals)
         if not exact_reason:
             query, _, _ = unify(query, query, query)
-            out = attend_cached(
+            run = attend_static if isinstance(reading, StaticReading) else attend_cached
+            out = run(
                 reading, query, attention_mask,
                 is_causal=_causal_without_mask(module, is_causal, tag.style), scale=scaling,
                 window=sliding_window, softcap=softcap or 0.0, sinks=s_aux, site=site,

@@ -19,17 +19,23 @@ from sage_patch.kernels.structs import CStruct
 CALL = CStruct(
     size="I", device="i", capability="i", dtype="i", batch="i", heads="i", kv_heads="i", head_dim="i", tokens="i",
     length="i", slab_pages="i", first_slab="i", causal="i", left="i", scale="f", softcap="f",
-    mask_first="i", mask_columns="i", rotate="i",
+    mask_first="i", mask_columns="i", settled="i", rotate="i",
     q="P", k="P", v="P", out="P", lse="P", slabs="P", tail="P", k_mean="P", v_mean="P", kv_starts="P", mask="P",
-    sinks="P", q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", mask_strides="4q",
+    sinks="P", held="P", mask_until="P", q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", mask_strides="4q",
 )  # fmt: skip
 PLACE = CStruct(workspace="P", workspace_bytes="N", stream="P")
 SIZE = CALL.size + PLACE.size
 
 
 class Store(Protocol):
-    """What the kernels need of sage_patch.pages.Pages, which says what each is."""
+    """What the kernels need of sage_patch.pages.Pages, which says what each is.
 
+    held: int32 [2] on the device: the length, kept there; `length` is then how many tokens there is room for. settled:
+    such a store is known to hold a whole page, so that its means stay.
+    """
+
+    held: Tensor | None
+    settled: bool
     num_kv_heads: int
     rotated: bool
     length: int
@@ -59,7 +65,7 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     """Write `key` and `value` [batch, num_kv_heads, n, head_dim] behind the store's `length` tokens: into the tail, and
     into every page that they touch. With less than a page stored, the means are taken anew, of all tokens.
 
-    The slabs must be there; `pages.length` is the caller's to advance. Pages of dropped slabs are not written.
+    The slabs must be there; `pages.length` is the caller's to advance, `pages.held` is advanced here. Pages of dropped slabs are not written.
     """
     key, value = _rows(key), _rows(value)
     index = key.get_device()
@@ -68,7 +74,8 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     packed = CALL.pack(
         size=SIZE, device=index, capability=capability, dtype=_dtype_code(key), batch=batch, heads=heads,
         kv_heads=heads, head_dim=head_dim, tokens=tokens, length=pages.length, slab_pages=pages.slab_pages,
-        first_slab=pages.first_slab, causal=1, left=-1, scale=1.0, rotate=pages.rotated,
+        first_slab=pages.first_slab, causal=1, left=-1, scale=1.0, settled=pages.settled, rotate=pages.rotated,
+        held=0 if pages.held is None else pages.held.data_ptr(),
         k=key.data_ptr(), v=value.data_ptr(),
         slabs=pages.slab_table.data_ptr(), tail=pages.tail.data_ptr(), k_mean=pages.k_mean.data_ptr(),
         v_mean=pages.v_mean.data_ptr(), k_strides=key.stride()[:3], v_strides=value.stride()[:3],
@@ -101,8 +108,10 @@ def attend(pages: Store, query: Tensor, args: PageArgs) -> tuple[Tensor, Tensor 
         size=SIZE, device=index, capability=capability, dtype=_dtype_code(query), batch=batch, heads=heads,
         kv_heads=pages.num_kv_heads, head_dim=head_dim, tokens=tokens, length=pages.length,
         slab_pages=pages.slab_pages, first_slab=pages.first_slab, causal=args.is_causal, left=args.left,
-        scale=args.scale, softcap=args.softcap, mask_first=pages.length - columns, mask_columns=columns,
-        rotate=pages.rotated,
+        scale=args.scale, softcap=args.softcap, mask_columns=columns,
+        mask_first=0 if pages.held is not None else pages.length - columns, rotate=pages.rotated,
+        held=0 if pages.held is None else pages.held.data_ptr(),
+        mask_until=library.address_of("mask_until", args.mask_until, torch.int32, (batch,), index),
         q=query.data_ptr(), out=out.data_ptr(), lse=0 if lse is None else lse.data_ptr(),
         slabs=pages.slab_table.data_ptr(), k_mean=pages.k_mean.data_ptr(), v_mean=pages.v_mean.data_ptr(),
         kv_starts=library.address_of("kv_starts", args.kv_starts, torch.int32, (batch,), index),
