@@ -38,12 +38,13 @@ def _a_prompt(value: object) -> str | int:
 
 
 def _a_device_map(value: object) -> str | dict[str, int | str]:
-    whole = isinstance(value, dict) and all(
-        isinstance(v, int | str) and not isinstance(v, bool) for v in value.values()
-    )
-    if isinstance(value, str) or (whole and value and all(isinstance(name, str) for name in value)):  # type: ignore[union-attr]
-        return value  # type: ignore[return-value]
-    raise ValueError(f"must be a name, or a mapping of modules to devices; got {value!r}")
+    if isinstance(value, str):
+        return value  # which names there are depends on the task
+    given = value.items() if isinstance(value, dict) else ()
+    found = {n: v for n, v in given if isinstance(n, str) and isinstance(v, int | str) and not isinstance(v, bool)}
+    if not found or len(found) < len(given):
+        raise ValueError(f"must be a name, or a mapping of modules to devices; got {value!r}")
+    return found
 
 
 RecipeName = Annotated[str, AfterValidator(_known_recipe)]
@@ -234,8 +235,8 @@ class TextTask(Section):
 
 
 class CallbackSpec(Section):
-    """A callback of diffusers.callbacks, called at the end of every step, such as SDXLCFGCutoffCallback: no guidance after
-    `cutoff_step_ratio` of the steps (0.4), or after the step numbered `cutoff_step_index`."""
+    """A callback of diffusers.callbacks, called at the end of every step, such as SDXLCFGCutoffCallback: no guidance
+    after `cutoff_step_ratio` of the steps (0.4), or after the step numbered `cutoff_step_index`."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9]+CFGCutoffCallback$")]  # others change the pipeline for good
     cutoff_step_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -253,8 +254,8 @@ class PictureTask(Section):
 
     Every prompt is drawn once for each seed; a prompt is text, or a name or number in the model's prompt table.
     seeds: the run's `seed` if left out. steps, guidance_scale, height, width and num_frames are the pipeline's own,
-    with its defaults where left out; arguments: further ones of its call. callbacks: in order, at the end of every step.
-    fps: frames a second of the written clips.
+    with its defaults where left out; arguments: further ones of its call. callbacks: in order, at the end of every
+    step. fps: frames a second of the written clips.
     """
 
     kind: Literal["image", "video"]

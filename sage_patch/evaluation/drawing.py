@@ -23,8 +23,8 @@ from sage_patch.patch import device_of
 from sage_patch.recipes import nearest
 from sage_patch.schema import ModelSpec, PictureTask
 
-_OURS = ("prompt", "negative_prompt", "generator", "output_type", "return_dict", "latents")
-_OURS += ("callback_on_step_end", "callback_on_step_end_tensor_inputs")
+_OURS = {"prompt", "negative_prompt", "generator", "output_type", "return_dict", "latents"}
+_OURS |= {"callback_on_step_end", "callback_on_step_end_tensor_inputs"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Drawer:
 
     def _arguments(self, task: PictureTask) -> dict[str, Any]:
         """The task's arguments of the pipeline's call, each checked against its signature."""
-        taken = sorted(set(task.arguments) & {*_OURS, "num_inference_steps"})
+        taken = sorted(set(task.arguments) & (_OURS | {"num_inference_steps"}))
         if taken:
             raise ModelError(f"task.arguments.{taken[0]}: is set by the run itself, from the task's other keys")
         given = {n: getattr(task, n) for n in ("guidance_scale", "height", "width", "num_frames", "negative_prompt")}

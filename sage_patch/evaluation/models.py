@@ -1,7 +1,7 @@
 """Load what a run names: a language model or a diffusers pipeline, from a folder, hub id, INT8 storage or a package.
 
-Beside weights.py the only evaluation file that imports transformers and diffusers, inside functions. The attention implementation is
-left as the library sets it: choosing it is the business of `sage_patch.apply`.
+Beside weights.py the only evaluation file that imports transformers and diffusers, inside functions. The attention
+implementation is left as the library sets it: choosing it is the business of `sage_patch.apply`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def load_text_model(spec: ModelSpec) -> tuple[nn.Module, Any]:
         with needed_for("loading a language model"):
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        _need_packages(spec)
         tokenizer = AutoTokenizer.from_pretrained(folder, **known)
         if stored_int8:
             model = _from_int8(folder, spec.dtype)
@@ -85,6 +86,20 @@ def _check_source(spec: ModelSpec, folder: str, stored_int8: bool) -> None:
             raise ModelError(f"model.{key}: the weights of {folder} are stored in this project's own INT8 format")
 
 
+def _need_packages(spec: ModelSpec) -> None:
+    """What the section asks for beside its hub's library, before gigabytes are read."""
+    needed = {
+        "model.adapters": "peft" if spec.adapters else None,
+        "model.offload": "accelerate" if spec.offload is not None else None,
+        "model.device_map": "accelerate" if spec.device_map is not None else None,
+        "model.quantize": spec.quantize.library if spec.quantize is not None else None,
+    }
+    for key, package in needed.items():
+        if package is not None:
+            with needed_for(key):
+                importlib.import_module(package)
+
+
 def _from_hub(spec: ModelSpec) -> dict[str, Any]:
     """Which version of a hub id to read."""
     return {"revision": spec.revision} if spec.revision is not None else {}
@@ -97,9 +112,6 @@ def _text_weights(spec: ModelSpec, device: str) -> dict[str, Any]:
         dtype = torch.bfloat16 if spec.dtype == "auto" else getattr(torch, spec.dtype)
         options["quantization_config"] = quantization_of(spec.quantize, "transformers", dtype)
         options["device_map"] = spec.device_map or {"": device}  # quantized weights are not moved afterwards
-    if options["device_map"] is not None:
-        with needed_for("model.device_map"):
-            importlib.import_module("accelerate")
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -118,9 +130,11 @@ def load_pipeline(spec: ModelSpec) -> Any:
         )
     try:
         with needed_for("loading a pipeline"):
+            import diffusers
             from diffusers import DiffusionPipeline
             from diffusers.utils import logging
 
+        _need_packages(spec)
         logging.disable_progress_bar()
         known = _from_hub(spec)
         index: dict[str, Any] = dict(DiffusionPipeline.load_config(spec.path, **known))  # type: ignore[arg-type]
@@ -136,11 +150,10 @@ def load_pipeline(spec: ModelSpec) -> Any:
             # A component that the folder goes without must be named again to be gone without.
             absent: dict[str, Any] = {name: None for name, part in _components(index).items() if part is None}
             options = {n: v for n in ("variant", "device_map", "max_memory") if (v := getattr(spec, n)) is not None}
-            if spec.device_map is not None:
-                with needed_for("model.device_map"):
-                    importlib.import_module("accelerate")
             options |= known | quantized_components(spec, _components(index), dtype)
-            pipeline = DiffusionPipeline.from_pretrained(spec.path, dtype=dtype, **absent, **options)
+            # Its own class: the base class reads a component again that is given and optional, as Wan's transformer is.
+            made: Any = getattr(diffusers, str(index.get("_class_name")), DiffusionPipeline)
+            pipeline = made.from_pretrained(spec.path, dtype=dtype, **absent | options)
     except (ModelError, MissingPackage):
         raise
     except (OSError, ValueError, ImportError, AttributeError, TypeError, NotImplementedError) as error:

@@ -6,18 +6,16 @@ unpatched model, which every policy is compared with, is drawn under the same ho
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
 from sage_patch.errors import ModelError
-from sage_patch.extras import needed_for
 from sage_patch.schema import ModelSpec
 
 
 def place(pipeline: Any, spec: ModelSpec, device: str) -> Any:
-    """The pipeline where `spec` wants it. device: the one that computes. Raises ModelError, MissingPackage."""
+    """The pipeline where `spec` wants it. device: the one that computes. Raises ModelError."""
     if spec.vae_tiling:
         if not hasattr(getattr(pipeline, "vae", None), "enable_tiling"):
             raise ModelError(f"model.vae_tiling: {type(pipeline).__name__} has no autoencoder that decodes in tiles")
@@ -26,8 +24,8 @@ def place(pipeline: Any, spec: ModelSpec, device: str) -> Any:
         return pipeline  # from_pretrained put it there
     if spec.offload is None:
         return pipeline.to(device)
-    with needed_for(f"model.offload: {spec.offload}"):
-        importlib.import_module("accelerate")
+    if device == "cpu" and spec.offload == "sequential":
+        raise ModelError("model.offload: sequential brings layer after layer to a card, and model.device is cpu")
     try:
         if spec.offload == "model":
             pipeline.enable_model_cpu_offload(device=device)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from sage_patch.errors import ModelError
-from sage_patch.extras import needed_for
 from sage_patch.recipes import nearest
 from sage_patch.schema import AdapterSpec, ModelSpec, QuantizeSpec
 
@@ -23,11 +23,9 @@ _TORCHAO = {"int8": "Int8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig", "flo
 def quantization_of(spec: QuantizeSpec, hub: str, dtype: torch.dtype) -> Any:
     """The configuration by which `hub`, "transformers" or "diffusers", reads weights in fewer bits.
 
-    dtype: what 4-bit weights are computed in. Raises MissingPackage.
+    dtype: what 4-bit weights are computed in.
     """
-    with needed_for(f"model.quantize.library: {spec.library}"):
-        importlib.import_module(spec.library)
-        module = importlib.import_module(hub)
+    module = importlib.import_module(hub)
     if spec.library == "torchao":
         made = getattr(importlib.import_module("torchao.quantization"), _TORCHAO[str(spec.type)])
         return module.TorchAoConfig(made())
@@ -41,7 +39,7 @@ def quantized_components(
 ) -> dict[str, Any]:
     """What `DiffusionPipeline.from_pretrained` is to be told beside the rest, so that its weights are as asked for.
 
-    components: (library, class name) by name, of the pipeline's index. Raises ModelError, MissingPackage.
+    components: (library, class name) by name, of the pipeline's index. Raises ModelError.
     """
     if spec.quantize is None:
         return {}
@@ -82,13 +80,14 @@ def _from_gguf(
 ) -> Any:
     import diffusers
 
-    with needed_for("model.quantize.library: gguf"):
-        importlib.import_module("gguf")
     component = components[name]
     assert component is not None
     made: Any = getattr(diffusers, component[1], None)
     if not hasattr(made, "from_single_file"):
         raise ModelError(f"model.quantize.files.{name}: diffusers reads no single file of {component[1]}")
+    if not Path(file).is_file() and "://" not in file:
+        owner, repository, rest = file.split("/", 2)
+        file = f"https://huggingface.co/{owner}/{repository}/blob/main/{rest}"
     config = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
     pinned = {"config_revision": spec.revision} if spec.revision is not None else {}
     return made.from_single_file(
@@ -99,12 +98,10 @@ def _from_gguf(
 def add_adapters(model: Any, adapters: list[AdapterSpec]) -> None:
     """Load LoRA weights into a language model or a pipeline, all of them active, each at its scale.
 
-    Raises ModelError where the model takes none or a file holds none for it, and MissingPackage without PEFT.
+    Raises ModelError where the model takes none or a file holds none for it.
     """
     if not adapters:
         return
-    with needed_for("model.adapters"):
-        importlib.import_module("peft")
     add = _add_to_module if isinstance(model, nn.Module) else _add_to_pipeline
     try:
         add(model, adapters)
@@ -139,9 +136,10 @@ def _add_to_module(model: Any, adapters: list[AdapterSpec]) -> None:
     for number, (name, adapter) in enumerate(zip(_names(adapters), adapters, strict=True)):
         more = {"adapter_kwargs": {"revision": adapter.revision}} if adapter.revision is not None else {}
         model.load_adapter(adapter.path, adapter_name=name, **more)
-        scaled = [module for module in model.modules() if name in getattr(module, "scaling", {})]
+        scalings = [getattr(module, "scaling", None) for module in model.modules()]  # PEFT's layers: by adapter
+        scaled = [scaling for scaling in scalings if isinstance(scaling, dict) and name in scaling]
         if not scaled:
             raise ModelError(f"model.adapters.{number}: {adapter.path} holds no LoRA for {type(model).__name__}")
-        for module in scaled:
-            module.scaling[name] *= adapter.scale
+        for scaling in scaled:
+            scaling[name] *= adapter.scale
     model.set_adapter(_names(adapters))
