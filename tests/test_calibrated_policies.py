@@ -31,7 +31,7 @@ def test_one_is_shipped_for_every_real_model() -> None:
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda p: p.stem)
 def test_it_is_what_its_record_says(path: Path) -> None:
-    """Met in a full run, which the cheapest rung misses; cheaper than the best single one; at least half below exact."""
+    """Met in a full run, which the cheapest rung misses; cheaper than the best single one; half or more below exact."""
     policy, found = load_policy(path), record(path.stem)
     made = policy.calibration
     assert made is not None and made.model_hash == found["model"]["hash"]
