@@ -18,7 +18,17 @@ from pydantic import BaseModel, ValidationError
 from sage_patch.errors import SagePatchError
 from sage_patch.policy import Policy, Rule, Span
 from sage_patch.recipes import nearest, recipe_names
-from sage_patch.schema import SCHEMA_VERSION, TARGETS, TASKS, PolicySpec, RuleSpec, RunConfig, Section
+from sage_patch.schema import (
+    DEVICE_MAPS,
+    PICTURES,
+    SCHEMA_VERSION,
+    TARGETS,
+    TASKS,
+    PolicySpec,
+    RuleSpec,
+    RunConfig,
+    Section,
+)
 from sage_patch.yamltext import MAX_CHARACTERS, Document, Problem, read_scalar, read_yaml, shown, write_yaml
 
 
@@ -84,7 +94,7 @@ def load_run_config(path: str | os.PathLike[str], overrides: Sequence[str] = ())
             _inline_policy(document, base)
         changed = [_override(document, text) for text in overrides]
         _inline_policy(document, Path.cwd() if ("policy",) in changed else base)
-        for where in _PATHS:
+        for where in (*_PATHS, *_weights_of(document)):
             _resolve_path(document, where, Path.cwd() if where in changed else base)
         _check_kind(document)
         _check_targets(document)
@@ -173,10 +183,24 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, tuple) else value
 
 
-def _get(value: Any, path: tuple[str, ...]) -> Any:
+def _get(value: Any, path: Sequence[str | int]) -> Any:
     for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def _weights_of(document: Document) -> list[tuple[str | int, ...]]:
+    """Where adapters and files of quantized weights are named."""
+    adapters, files = (_get(document.value, ("model", *part)) for part in (("adapters",), ("quantize", "files")))
+    places: list[tuple[str | int, ...]] = []
+    if isinstance(adapters, list):
+        places += [("model", "adapters", i, "path") for i in range(len(adapters))]
+    if isinstance(files, dict):
+        places += [("model", "quantize", "files", name) for name in files]
+    return places
 
 
 def _override(document: Document, text: str) -> tuple[str | int, ...]:
@@ -222,16 +246,18 @@ def _of(origin: str, name: str) -> str:
     return f"{origin} of {name}" if origin else name
 
 
-def _resolve_path(document: Document, where: tuple[str, ...], base: Path) -> None:
-    """Make a path absolute. A model's path that is no folder beside the file is left as a hub id."""
+def _resolve_path(document: Document, where: tuple[str | int, ...], base: Path) -> None:
+    """Make a path absolute. What the model's weights are read from and is not beside the file is left as a hub id."""
     name = _get(document.value, where)
     if not isinstance(name, str):
         return
     try:
         full = base / Path(name).expanduser()
-        if where == ("model", "path") and not full.is_dir():
-            if name.startswith((".", "/", "~")) or name.count("/") > 1:
-                document.report(where, f"no such folder: {full.resolve()}")
+        is_file = where[:3] == ("model", "quantize", "files")
+        if where[0] == "model" and not (full.is_file() if is_file else full.is_dir()):
+            parts = 2 if is_file else 1  # of owner/name/file, of owner/name
+            if name.startswith((".", "/", "~")) or (name.count("/") < parts if is_file else name.count("/") > parts):
+                document.report(where, f"no such {'file' if is_file else 'folder'}: {full.resolve()}")
             return
         if where in _WEIGHTS and not full.exists():
             document.report(where, f"no such file or folder: {full.resolve()}")
@@ -242,14 +268,41 @@ def _resolve_path(document: Document, where: tuple[str, ...], base: Path) -> Non
         document.report(where, f"cannot be a path: {error}")
 
 
+# Keys of `model` that one kind of task has no use for, and what to do instead.
+_FOR_TEXT = {key: "; name a diffusers pipeline by model.path" for key in ("package", "gguf", "sha256")}
+_FOR_PICTURES = {
+    **dict.fromkeys(("prompt_table", "latents_are_pixels", "vae_tiling"), ""),
+    "offload": "; a language model larger than the card takes device_map: auto",
+}
+
+
 def _check_kind(document: Document) -> None:
     """Keys of `model` that the kind of task has no use for."""
-    kind = _get(document.value, ("task", "kind"))
-    text_only, pictures_only = ("package", "gguf", "sha256"), ("prompt_table", "latents_are_pixels")
-    for key in text_only if kind in ("image", "video") else pictures_only if kind == "text" else ():
-        if _get(document.value, ("model", key)) is not None:
-            other = "image and video tasks" if kind == "text" else "text tasks; name a diffusers pipeline by model.path"
-            document.report(("model", key), f"is for {other}")
+    kind, model = _get(document.value, ("task", "kind")), _get(document.value, ("model",))
+    if not isinstance(kind, str) or kind not in TASKS or not isinstance(model, dict):
+        return
+    wrong: list[tuple[tuple[str | int, ...], str]] = []
+    if kind in PICTURES:
+        wrong += [((key,), f"is for text tasks{instead}") for key, instead in _FOR_TEXT.items()]
+    else:
+        wrong += [((key,), f"is for image and video tasks{instead}") for key, instead in _FOR_PICTURES.items()]
+        wrong += [(("quantize", key), "is for image and video tasks") for key in ("components", "files")]
+        many = model.get("adapters") if isinstance(model.get("adapters"), list) else []
+        inner = [("adapters", i, key) for i in range(len(many or ())) for key in ("weight_name", "part")]
+        wrong += [(place, "is for image and video tasks; a language model's adapter is a folder") for place in inner]
+        if _get(model, ("quantize", "library")) == "gguf":
+            document.report(
+                ("model", "quantize", "library"),
+                "gguf is for image and video tasks; a language model's GGUF file is model.package and model.gguf",
+            )
+    for place, message in wrong:
+        if _get(model, place) is not None:
+            document.report(("model", *place), message)
+    device_map, known = model.get("device_map"), DEVICE_MAPS[kind]
+    if isinstance(device_map, str) and device_map not in known:
+        document.report(("model", "device_map"), f"of {kind} tasks is one of {', '.join(known)}; got {device_map!r}")
+    elif isinstance(device_map, dict) and kind in PICTURES:
+        document.report(("model", "device_map"), f"of {kind} tasks is {known[0]}, a mapping is for language models")
 
 
 def _check_targets(document: Document) -> None:

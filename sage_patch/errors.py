@@ -9,3 +9,7 @@ from __future__ import annotations
 
 class SagePatchError(Exception):
     """Something that sage_patch refuses or cannot do; the message says what was asked, what was found, what to do."""
+
+
+class ModelError(SagePatchError, ValueError):
+    """A model that cannot be loaded as it was asked for; the message says what was looked for and what to do."""

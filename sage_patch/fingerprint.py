@@ -7,7 +7,7 @@ of the modules that get patched, so it costs milliseconds and is the same in eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -31,11 +31,22 @@ def hash_of(parts: Mapping[str, nn.Module]) -> str:
             if parameter.is_meta:
                 weightless = True
                 continue
-            flat = parameter.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].contiguous().cpu()
             values.update(f"{name} {parameter.dtype}\n".encode())
-            values.update(sample.view(torch.uint8).numpy().tobytes())
+            for tensor in _plain(parameter.detach()):
+                flat = tensor.reshape(-1)
+                sample = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].contiguous().cpu()
+                values.update(sample.view(torch.uint8).numpy().tobytes())
     return f"{shapes.hexdigest()[:16]}-{'weightless' if weightless else values.hexdigest()[:16]}"
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, or what quantized weights are made of (codes, scales), which cannot be sampled themselves."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # of subclasses that wrap others
+    if flatten is None:
+        yield tensor.as_subclass(torch.Tensor)
+        return
+    for name in flatten()[0]:
+        yield from _plain(getattr(tensor, name))
 
 
 def why_stale(calibration: Calibration, parts: Mapping[str, nn.Module]) -> str | None:

@@ -64,6 +64,7 @@ def apply(model: Any, policy: Given = None, *, exact_backend: ExactBackend | Non
             policy = replace(policy, exact_backend=exact_backend)
         plan = _resolve(model, policy, found)
         devices = {parameter.device for root in found.roots for parameter in root.parameters()}
+        devices.add(device_of(model))  # under offload no weight is there yet
         for device in devices:
             ops.prepare(device)  # a missing compiler or library is found here, with the model untouched
         if policy.exact_backend == fa3.NAME:
@@ -133,6 +134,15 @@ def plan(model: Any, policy: Given = None) -> Plan:
 def model_hash(model: Any) -> str:
     """The hash by which a calibrated policy knows its model or pipeline. Raises as apply()."""
     return hash_of(_inspect(model).parts)
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model or diffusers pipeline computes; under offload its weights rest elsewhere."""
+    parts = [model] if isinstance(model, nn.Module) else list(denoisers(model).values())
+    told = [getattr(model, "_execution_device", None)]  # by diffusers' pipelines; by the hooks of accelerate:
+    told += [getattr(getattr(m, "_hf_hook", None), "execution_device", None) for part in parts for m in part.modules()]
+    weights = (parameter.device for part in parts for parameter in part.parameters())
+    return torch.device(next((device for device in (*told, *weights) if device is not None), "cpu"))
 
 
 def policy_of(given: Given) -> Policy:

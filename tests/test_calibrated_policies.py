@@ -31,7 +31,7 @@ def test_one_is_shipped_for_every_real_model() -> None:
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda p: p.stem)
 def test_it_is_what_its_record_says(path: Path) -> None:
-    """Met in a full run, which all-INT4 misses; cheaper than the best single rung; at least half below exact."""
+    """Met in a full run, which the cheapest rung misses; cheaper than the best single one; half or more below exact."""
     policy, found = load_policy(path), record(path.stem)
     made = policy.calibration
     assert made is not None and made.model_hash == found["model"]["hash"]
@@ -40,7 +40,8 @@ def test_it_is_what_its_record_says(path: Path) -> None:
         measured = chosen["metrics"][name]
         assert math.isclose(value, measured, rel_tol=1e-4) if measured is not None else math.isinf(value)
     assert all(t.met_by(made.achieved) for t in parse_targets(made.targets, found["task"]))
-    assert not next(r for r in found["runs"] if r["name"] == "qk_int4_pv_fp8 everywhere")["met"]
+    cheapest = min((r for r in found["runs"] if r["name"].endswith(" everywhere")), key=lambda run: run["cost"])
+    assert not cheapest["met"] and cheapest["cost"] < chosen["cost"]
     assert math.isclose(made.cost, chosen["cost"], rel_tol=1e-3) and chosen["cost"] < single["cost"] < 1
     assert 2 * chosen["sites_below_exact"] >= chosen["sites"] == len(found["plan"])
     assert found["seconds"] + found["reused"]["seconds"] < 15 * 60

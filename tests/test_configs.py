@@ -22,7 +22,7 @@ CONFIGS = ROOT / "configs"
 FAMILIES = sorted({a.family for a in architectures().values()})
 NAMES = list(architectures())
 DIFFUSION = [name for name, a in architectures().items() if a.parts]
-RUNS = ("quickstart", "tiny")  # configurations of runs, not policies of a family
+RUNS = ("quickstart", "tiny", "run_")  # configurations of runs, not policies of a family
 
 
 @functools.cache

@@ -119,6 +119,7 @@ MAY_IMPORT_HUGGING_FACE = {
     "integrations/transformers",
     "integrations/diffusers",
     "evaluation/models",
+    "evaluation/weights",
 }
 # Has subclasses of transformers' own, and is imported by nobody but the lazy name in __init__.
 SUBCLASSES_HUGGING_FACE = "integrations/quantized_cache"

@@ -166,6 +166,38 @@ def test_hooks_of_accelerate_before_apply():
     assert not any(is_patched(m) for m in model.modules())
 
 
+@pytest.mark.parametrize("first", ["hooks", "apply"])
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_group_offload_of_diffusers_before_and_after_apply(kind, first):
+    """Its registry of hooks keeps the old forward: the patch reaches it there too, and takes itself away."""
+    from diffusers.hooks import HookRegistry, apply_group_offloading
+
+    model, inputs = zoo.build("picture")  # the blocks, which hooks are put on, attend themselves
+    reference, cpu = zoo.outputs(model, inputs), torch.device("cpu")
+
+    def offload() -> None:
+        blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+        apply_group_offloading(model, onload_device=cpu, offload_device=cpu, offload_type=kind, **blocks)
+
+    for policy in (EXACT, EVERYTHING):
+        if first == "hooks" and policy is EXACT:
+            offload()
+        with sage_patch.applied(model, policy) as handle:
+            if first == "apply" and policy is EXACT:
+                offload()
+            assert torch.equal(zoo.outputs(model, inputs), reference) == (policy is EXACT)
+            assert sum(recipes(handle).values()) == 4, handle.report()
+        assert torch.equal(zoo.outputs(model, inputs), reference)
+    handle = sage_patch.apply(model, EVERYTHING)
+    for module in model.modules():
+        registry = HookRegistry.check_if_exists_or_initialize(module)
+        for name in list(registry.hooks):
+            registry.remove_hook(name, recurse=False)
+    handle.revert()
+    assert torch.equal(zoo.outputs(model, inputs), reference)
+    assert not any(is_patched(m) for m in model.modules())
+
+
 def test_other_models_threads_and_calls_are_untouched():
     """A model of the same class, also inside of a patched call, and torch's function itself."""
     (patched, inputs), (other, _) = zoo.build("gpt"), zoo.build("gpt", seed=1)

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_patch.evaluation.models import ModelError
+from sage_patch.errors import ModelError
+from sage_patch.evaluation.models import callbacks_of
+from sage_patch.patch import device_of
 from sage_patch.recipes import nearest
 from sage_patch.schema import ModelSpec, PictureTask
 
-_OURS = ("prompt", "negative_prompt", "generator", "output_type", "return_dict", "callback_on_step_end", "latents")
+_OURS = {"prompt", "negative_prompt", "generator", "output_type", "return_dict", "latents"}
+_OURS |= {"callback_on_step_end", "callback_on_step_end_tensor_inputs"}
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,11 @@ class Drawer:
     def __init__(self, pipeline: Any, model: ModelSpec, task: PictureTask):
         self.pipeline = pipeline
         self.task = task
+        self.device = device_of(pipeline)
         self._pixels = model.latents_are_pixels
         self._known = inspect.signature(type(pipeline).__call__).parameters
         self._shared = self._arguments(task)
+        self._callbacks = callbacks_of(pipeline, task.callbacks)
         self._table = _PromptTable(model) if model.prompt_table is not None else None
         if self._table is not None and task.negative_prompt is not None:
             raise ModelError(
@@ -65,7 +70,9 @@ class Drawer:
             self._wait()
             ends.append(time.perf_counter())
             tick(step + 1)
-            return {}
+            for callback in self._callbacks:
+                tensors = callback(pipeline, step, timestep, tensors)
+            return tensors
 
         arguments = self._shared | self._prompt(prompt)
         arguments |= {"num_inference_steps": steps} if steps is not None else {}
@@ -73,6 +80,9 @@ class Drawer:
         arguments["output_type"] = "latent" if self._pixels else "pt"
         if "callback_on_step_end" in self._known:
             arguments["callback_on_step_end"] = step_done
+        if self._callbacks:
+            inputs = [name for callback in self._callbacks for name in callback.tensor_inputs]
+            arguments["callback_on_step_end_tensor_inputs"] = list(dict.fromkeys(["latents", *inputs]))
         self._wait()
         start = time.perf_counter()
         with torch.no_grad():
@@ -83,7 +93,7 @@ class Drawer:
 
     def _arguments(self, task: PictureTask) -> dict[str, Any]:
         """The task's arguments of the pipeline's call, each checked against its signature."""
-        taken = sorted(set(task.arguments) & {*_OURS, "num_inference_steps"})
+        taken = sorted(set(task.arguments) & (_OURS | {"num_inference_steps"}))
         if taken:
             raise ModelError(f"task.arguments.{taken[0]}: is set by the run itself, from the task's other keys")
         given = {n: getattr(task, n) for n in ("guidance_scale", "height", "width", "num_frames", "negative_prompt")}
@@ -102,14 +112,14 @@ class Drawer:
         if self._table is not None:
             rows = self._table.arguments(prompt, self._known)
             dtype = self.pipeline.dtype  # of embeddings; class labels stay whole numbers
-            return {n: r.to(self.pipeline.device, dtype if r.is_floating_point() else None) for n, r in rows.items()}
+            return {n: r.to(self.device, dtype if r.is_floating_point() else None) for n, r in rows.items()}
         if not isinstance(prompt, str):
             raise ModelError(f"task.prompts: {prompt} is a number, and there is no model.prompt_table to look it up")
         return {"prompt": prompt}
 
     def _wait(self) -> None:
-        if self.pipeline.device.type == "cuda":
-            torch.cuda.synchronize(self.pipeline.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _frames(self, out: Any) -> Tensor:
         """[F, 3, H, W] from what the pipeline returned: [1, C, H, W], [1, F, C, H, W], or pixels as latents."""

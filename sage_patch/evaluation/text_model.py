@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sage_patch.evaluation.models import ModelError
+from sage_patch.errors import ModelError
+from sage_patch.patch import device_of
 from sage_patch.schema import TextTask
 
 
@@ -45,7 +46,7 @@ def text_windows(tokenizer: Any, task: TextTask, model: nn.Module) -> Tensor:
         )
     stride = (len(tokens) - task.window_tokens) // max(task.windows - 1, 1)
     pieces = [tokens[i * stride : i * stride + task.window_tokens] for i in range(task.windows)]
-    return torch.tensor(pieces, device=next(model.parameters()).device)
+    return torch.tensor(pieces, device=device_of(model))
 
 
 def forward_logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def generate_greedy(
     settings.temperature = settings.top_p = settings.top_k = None  # they only speak when sampling
     if settings.pad_token_id is None:
         settings.pad_token_id = tokenizer.eos_token_id
-    device = next(model.parameters()).device
+    device = device_of(model)
     inputs = {k: v.to(device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
     start = time.perf_counter()
     with torch.no_grad():

@@ -59,11 +59,14 @@ def unpatch(carrier: Any) -> None:
 
 
 def _exchange_bound_methods(carrier: Any, before: type, after: type) -> None:
-    for name, value in list(vars(carrier).items()):
-        if isinstance(value, MethodType) and value.__self__ is carrier:
-            method = value.__func__.__name__
-            if getattr(before, method, None) is value.__func__:
-                vars(carrier)[name] = MethodType(getattr(after, method), carrier)
+    # accelerate's hooks keep the method they wrap on the module itself, diffusers' (group offload) in their registry
+    registry = vars(carrier).get("_diffusers_hook")
+    for holder in (vars(carrier), *(vars(hook) for hook in getattr(registry, "_fn_refs", ()))):
+        for name, value in list(holder.items()):
+            if isinstance(value, MethodType) and value.__self__ is carrier:
+                method = value.__func__.__name__
+                if getattr(before, method, None) is value.__func__:
+                    holder[name] = MethodType(getattr(after, method), carrier)
 
 
 @functools.cache

@@ -66,6 +66,7 @@ def key_of(judge: Judge, base: Policy, buckets: tuple[Bucket, ...]) -> dict[str,
     return {
         "schema": [CALIBRATION_SCHEMA, RESULTS_SCHEMA],
         "model_hash": judge.model_hash,
+        "weights": {n: near(config["model"][n]) for n in ("quantize", "adapters") if config["model"].get(n)},
         "task": near(config["task"]) | {"seed": config["seed"]},
         "base": {n: getattr(base, n) for n in ("rotate", "on_unsupported", "quantize_fp32", "min_q_len", "min_kv_len")},
         "buckets": [[b.name, list(b.steps)] for b in buckets],
