@@ -11,9 +11,9 @@ namespace {
 constexpr int kMaxSlots = 128;
 
 // What a CTA works on: packed rows [row0, row_end) of one kv head of one item against pages [begin, end).
-struct Work { int b, kv, row0, row_end, start, begin, end; };
-SAGE2_DEV Work work_of(const PageParams &p) {
-  Work w;
+struct PageWork { int b, kv, row0, row_end, start, begin, end; };
+SAGE2_DEV PageWork work_of(const PageParams &p) {
+  PageWork w;
   const int head = blockIdx.z;
   w.b = head / p.kv_heads;
   w.kv = head - w.b * p.kv_heads;
@@ -35,7 +35,7 @@ struct Seen {
   int begin0, begin1, end0, end1, warp_last, warp_end;
   const uint8_t *mask0, *mask1;
 };
-template<bool MASKED> SAGE2_DEV Seen seen_from(const PageParams &p, const Work &work, int row0) {
+template<bool MASKED> SAGE2_DEV Seen seen_from(const PageParams &p, const PageWork &work, int row0) {
   const int token0 = row0 / p.heads_per_kv, token1 = (row0 + 8) / p.heads_per_kv;
   Seen s = {max(work.start, token0 + p.offset - p.left),
             max(work.start, token1 + p.offset - p.left),
@@ -120,7 +120,7 @@ SAGE2_DEV Closing close_row(const PageParams &p, int b, int h, int token, float 
 
 // The sums O, l of rows row0 and row0 + 8 (references m) become outputs, or part `slot` of them.
 template<int DIM>
-SAGE2_DEV void leave(const PageParams &p, const Work &work, int row0, int slot, const float (&O)[DIM / 2], float2 m,
+SAGE2_DEV void leave(const PageParams &p, const PageWork &work, int row0, int slot, const float (&O)[DIM / 2], float2 m,
                      float2 l, float2 dot, int c) {
   const int token0 = row0 / p.heads_per_kv, token1 = (row0 + 8) / p.heads_per_kv;
   const int h0 = work.kv * p.heads_per_kv + row0 - token0 * p.heads_per_kv;
