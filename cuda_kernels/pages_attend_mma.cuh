@@ -1,5 +1,5 @@
-// Attention over a quantized cache on mma.sync, for every card from sm_80 on that has no wgmma. The same pages, rows and
-// parts as on Hopper (pages_rows.cuh); 64 keys, half a page, are taken at a time.
+// Attention over a quantized cache on mma.sync, for every card from sm_80 on that has no wgmma. The same pages, rows
+// and parts as on Hopper (pages_rows.cuh); 64 keys, half a page, are taken at a time.
 //
 // V's E4M3 codes become FP16 in registers, which is exact, and P V is formed in FP16 with fp32 sums on all these cards:
 // half of them have no FP8 products, reading a page costs more than multiplying it, and so all compute the same
@@ -99,7 +99,7 @@ SAGE2_DEV void weigh_codes(RowSums<C> &sums, const Probabilities<C> &P, const fl
     #pragma unroll
     for (int j = 0; j < 2; j++) {
       const float2 s = load_shared2(scales + 4 * (16 * pair + 8 * j));
-      float(&O)[4] = sums.O[0][2 * pair + j];
+      float (&O)[4] = sums.O[0][2 * pair + j];
       #pragma unroll
       for (int e = 0; e < 4; e++) O[e] = fmaf(T[j][e], e % 2 ? s.y : s.x, O[e] * factors[e / 2]);
     }
@@ -108,7 +108,9 @@ SAGE2_DEV void weigh_codes(RowSums<C> &sums, const Probabilities<C> &P, const fl
 
 // EXTRA: with a mask or softcap.
 template<int DIM, bool TURNS, bool EXTRA>
-__global__ void __launch_bounds__(kPageThreads, TURNS ? 1 : EXTRA ? 2 : 3) attend_mma(const __grid_constant__ PageParams p) {
+__global__ void __launch_bounds__(kPageThreads, TURNS   ? 1
+                                                : EXTRA ? 2
+                                                        : 3) attend_mma(const __grid_constant__ PageParams p) {
   typedef PageConfig<DIM, TURNS> C;
   extern __shared__ __align__(1024) uint8_t smem[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, c = lane & 3;
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(kPageThreads, TURNS ? 1 : EXTRA ? 2 : 3) atten
       hide_outside(S[0], 0, seen.begin0 - first, seen.end0 - first, c);
       hide_outside(S[0], 1, seen.begin1 - first, seen.end1 - first, c);
     }
-    int(&flat)[32] = reinterpret_cast<int(&)[32]>(S);
+    int (&flat)[32] = reinterpret_cast<int (&)[32]>(S);
     if (EXTRA && p.mask) hide_by_mask(flat, p, seen.mask0, seen.mask1, first - p.mask_first, c);
     const uint32_t words[2] = {__float_as_uint(lost.x), __float_as_uint(lost.y)};
     if (words[0] | words[1]) see_lost(flat, words, c, sums.l[0][0], sums.l[0][1]);
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(kPageThreads, TURNS ? 1 : EXTRA ? 2 : 3) atten
     copy_commit();
   }
 
-  float(&O)[DIM / 2] = reinterpret_cast<float(&)[DIM / 2]>(sums.O);
+  float (&O)[DIM / 2] = reinterpret_cast<float (&)[DIM / 2]>(sums.O);
   #pragma unroll
   for (int i = 0; i < DIM / 2; i++) O[i] *= 256.f;
   leave<DIM>(p, work, row0, TURNS ? blockIdx.x * kPageWarps + warp : blockIdx.x, O,

@@ -1,5 +1,5 @@
-// The parts of a row that CTAs of attention over a quantized cache have left, combined; and how a call is cut into them.
-// Architectures: 80 86 89 90a 100 110 120
+// The parts of a row that CTAs of attention over a quantized cache have left, combined; and how a call is cut into
+// them. Architectures: 80 86 89 90a 100 110 120
 #include <algorithm>
 #include "pages_rows.cuh"
 
@@ -69,8 +69,8 @@ template<int DIM> __global__ void __launch_bounds__(kCombineThreads) combine(con
 
 // The same split of L1 and shared memory for all kernels of a step: changing it waits for an idle SM.
 cudaError_t load_pages_combine() {
-  const cudaError_t err = cudaFuncSetAttribute(combine<64>, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                               cudaSharedmemCarveoutMaxShared);
+  const cudaError_t err =
+      cudaFuncSetAttribute(combine<64>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   return err == cudaSuccess ? cudaFuncSetAttribute(combine<128>, cudaFuncAttributePreferredSharedMemoryCarveout,
                                                    cudaSharedmemCarveoutMaxShared)
                             : err;

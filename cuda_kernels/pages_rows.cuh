@@ -144,8 +144,8 @@ SAGE2_DEV void leave(const PageParams &p, const PageWork &work, int row0, int sl
     }
     return;
   }
-  const int64_t part = (((int64_t)blockIdx.z * p.row_tiles + work.row0 / p.span) * p.slots + slot) * p.part_rows +
-                       row0 - work.row0;
+  const int64_t part =
+      (((int64_t)blockIdx.z * p.row_tiles + work.row0 / p.span) * p.slots + slot) * p.part_rows + row0 - work.row0;
   auto write = [&](int half, float m, float l, float d) {
     if (row0 + 8 * half >= work.row_end) return;
     if (c == 0) p.stats[part + 8 * half] = make_float4(m, l, d, 0.f);

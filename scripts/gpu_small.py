@@ -60,7 +60,7 @@ def pages_like_the_reference(name: str) -> bool:
 def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("--golden", default="")
-    ap.add_argument("--backend", default="", choices=mma_library.BACKENDS, help="mma.sync kernels, in place of Hopper's")
+    ap.add_argument("--backend", default="", choices=mma_library.BACKENDS, help="in place of Hopper's kernels")
     args = ap.parse_args()
     if args.backend:
         mma_library.use(args.backend)

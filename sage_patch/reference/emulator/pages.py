@@ -75,7 +75,8 @@ class Plan:
         `keys` tokens."""
         each, runs = -(-max(end - first, 0) // self.splits), PAGE_TOKENS // self.keys
         split, turn = divmod(part, self.turns)
-        return list(range(runs * (first + split * each), runs * min(end, first + (split + 1) * each)))[turn :: self.turns]
+        start, stop = runs * (first + split * each), runs * min(end, first + (split + 1) * each)
+        return list(range(start, stop))[turn :: self.turns]
 
 
 def emulate(

@@ -178,8 +178,12 @@ template<class F> int reduce_int(int x, F f) {
   simulator::sync_warp();
   return x;
 }
-inline int __reduce_max_sync(unsigned, int x) { return reduce_int(x, [](int a, int b) { return max(a, b); }); }
-inline int __reduce_min_sync(unsigned, int x) { return reduce_int(x, [](int a, int b) { return min(a, b); }); }
+inline int __reduce_max_sync(unsigned, int x) {
+  return reduce_int(x, [](int a, int b) { return max(a, b); });
+}
+inline int __reduce_min_sync(unsigned, int x) {
+  return reduce_int(x, [](int a, int b) { return min(a, b); });
+}
 inline int __syncthreads_or(int x) {
   static int any;
   __syncthreads();

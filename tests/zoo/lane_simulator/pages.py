@@ -78,4 +78,3 @@ def simulate_pages(library: ctypes.CDLL, store: Pages, query: Tensor, args: Page
             none, 0.0, sums / weight[..., None] + store.v_mean[:, :, None]
         )
     return whole.unflatten(2, (q_len, group)).transpose(2, 3).flatten(1, 2)[..., :d].to(query.dtype).float()
-

@@ -198,9 +198,10 @@ struct PagesCall {
   float scale, scale_log2, softcap, softcap_step;
 };
 template<int DIM, bool TURNS> static void attend_pages(const PageParams &p) {
-  simulator::launch(0, kPageThreads, PageConfig<DIM, TURNS>::bytes, [&] {
-    p.mask || p.softcap != 0.f ? attend_mma<DIM, TURNS, true>(p) : attend_mma<DIM, TURNS, false>(p);
-  }, {(unsigned)p.splits, (unsigned)p.row_tiles, (unsigned)(p.batch * p.kv_heads)});
+  simulator::launch(
+      0, kPageThreads, PageConfig<DIM, TURNS>::bytes,
+      [&] { p.mask || p.softcap != 0.f ? attend_mma<DIM, TURNS, true>(p) : attend_mma<DIM, TURNS, false>(p); },
+      {(unsigned)p.splits, (unsigned)p.row_tiles, (unsigned)(p.batch * p.kv_heads)});
 }
 extern "C" int simulate_pages(const PagesCall *c) {
   PageParams p = {};
