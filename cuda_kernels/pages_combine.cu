@@ -1,5 +1,5 @@
-// The parts of a row that CTAs of attention over a quantized cache have left, combined; and how a call is cut into
-// them. Architectures: 80 86 89 90a 100 110 120
+// The parts of a row that CTAs of attention over a quantized cache have left, combined; and how calls are cut into them.
+// Architectures: 80 86 89 90a 100 110 120
 #include <algorithm>
 #include "pages_rows.cuh"
 
