@@ -1,4 +1,4 @@
-// The parts of a row that CTAs of attention over a quantized cache have left, combined; and how calls are cut into them.
+// The parts of a row that CTAs of attention over a quantized cache have left, combined; and how a call is cut.
 // Architectures: 80 86 89 90a 100 110 120
 #include <algorithm>
 #include "pages_rows.cuh"

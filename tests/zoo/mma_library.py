@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-from sage_patch.backends import BACKENDS
+from sage_patch import backends
 from sage_patch.kernels import build, library
 from sage_patch.kernels.plans import PLANS
 
@@ -22,7 +22,7 @@ BACKENDS = tuple(ROWS)
 ARCHITECTURE, CAPABILITY = "90", 90
 # What Python knows of these kernels, under the name and for the cards of Hopper's.
 _ROW = replace(
-    BACKENDS["mma"], name="sm90", architectures=BACKENDS["sm90"].architectures, card=BACKENDS["sm90"].card,
+    backends.BACKENDS["mma"], name="sm90", architectures=backends.BACKENDS["sm90"].architectures, card=backends.BACKENDS["sm90"].card,
     has_fp16_sums=False, is_proven=True,
 )  # fmt: skip
 
@@ -45,7 +45,7 @@ def build_library(backend: str) -> Path:
 def use(backend: str, index: int = 0) -> None:
     """From now on calls on cuda:`index` run on this backend."""
     library._by_device[index] = library._open(str(build_library(backend))), CAPABILITY
-    BACKENDS["sm90"] = _ROW
+    backends.BACKENDS["sm90"] = _ROW
     PLANS.clear()
     sums_in_fp16(index, backend == "mma_split")
 
@@ -62,13 +62,13 @@ def sums_in_fp16(index: int, on: bool) -> None:
 @contextlib.contextmanager
 def on(backend: str, index: int = 0) -> Iterator[None]:
     """Calls on cuda:`index` run on this backend inside."""
-    before, sums, row = library.of_device(index), set(library.sums_in_fp16), BACKENDS["sm90"]
+    before, sums, row = library.of_device(index), set(library.sums_in_fp16), backends.BACKENDS["sm90"]
     use(backend, index)
     try:
         yield
     finally:
         library._by_device[index] = before
-        BACKENDS["sm90"] = row
+        backends.BACKENDS["sm90"] = row
         library.sums_in_fp16.clear()
         library.sums_in_fp16.update(sums)
         PLANS.clear()
