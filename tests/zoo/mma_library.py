@@ -21,10 +21,15 @@ ROWS = {"mma": "mma", "mma_int4": "mma_int4", "mma_split": "mma", "mma_small": "
 BACKENDS = tuple(ROWS)
 ARCHITECTURE, CAPABILITY = "90", 90
 # What Python knows of these kernels, under the name and for the cards of Hopper's.
+_HOPPER = backends.BACKENDS["sm90"]
 _ROW = replace(
-    backends.BACKENDS["mma"], name="sm90", architectures=backends.BACKENDS["sm90"].architectures, card=backends.BACKENDS["sm90"].card,
-    has_fp16_sums=False, is_proven=True,
-)  # fmt: skip
+    backends.BACKENDS["mma"],
+    name=_HOPPER.name,
+    architectures=_HOPPER.architectures,
+    card=_HOPPER.card,
+    has_fp16_sums=False,
+    is_proven=True,
+)
 
 
 def build_library(backend: str) -> Path:
