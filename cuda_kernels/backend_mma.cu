@@ -13,7 +13,8 @@ cudaError_t load() {
   if (err == cudaSuccess) err = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (err == cudaSuccess) err = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (err == cudaSuccess) err = load_quantize();
-  return err == cudaSuccess ? load_forward_mma(10 * major + minor) : err;
+  if (err == cudaSuccess) err = load_forward_mma(10 * major + minor);
+  return err == cudaSuccess ? load_pages_mma() : err;
 }
 int rows(int, bool, Family) { return kMmaRows; }
 template<bool PACKED> cudaError_t prepare(const Params &p, int sm_count, cudaStream_t stream) {
@@ -26,8 +27,16 @@ template<bool PACKED, bool SMALL> cudaError_t forward(Params &p, int, bool, cuda
   return launch_forward_mma(p, p.fp16_sums, SMALL, stream);
 }
 template<bool PACKED, bool SMALL> constexpr Backend row() {
-  return {load,  rows, prepare<PACKED>, forward<PACKED, SMALL>, nullptr, nullptr, nullptr, nullptr, nullptr, 256,
-          false, true};
+  return {load,
+          rows,
+          prepare<PACKED>,
+          forward<PACKED, SMALL>,
+          launch_pages_append,
+          plan_pages_attend_mma,
+          launch_pages_attend_mma,
+          256,
+          false,
+          true};
 }
 
 }  // namespace

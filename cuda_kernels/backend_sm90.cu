@@ -25,8 +25,6 @@ const Backend sm90 = {
     launch_forward_sm90,
     launch_pages_append,
     plan_pages_attend,
-    pages_partial_bytes,
-    pages_stats_bytes,
     launch_pages_attend,
     128,
     true,

@@ -15,8 +15,6 @@ struct Backend {
   // Of the quantized cache; null: there is none
   cudaError_t (*append)(PageParams &p, cudaStream_t stream);
   void (*plan_attend)(PageParams &p, int sm_count);
-  size_t (*partial_bytes)(const PageParams &p);
-  size_t (*stats_bytes)(const PageParams &p);
   cudaError_t (*attend)(const PageParams &p, cudaStream_t stream);
   int fp16_head_dim;   // the widest heads with FP16 P V
   bool has_exponents;  // SAGE2_EXP_DUO, SAGE2_EXP_CHORD

@@ -23,6 +23,9 @@ SAGE2_DEV void copy_async16(uint32_t to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory");
 }
 SAGE2_DEV void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template<int N> SAGE2_DEV void copy_wait() {  // until at most the last N groups are on their way
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 SAGE2_DEV void copy_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 // ------------------------------------------------------------------ m16n8 products: d += a b

@@ -122,7 +122,7 @@ def test_newer_cards_run_the_newest_ptx() -> None:
 
 
 def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP8 where the tensor cores have it; no pages yet, so caches are attended exactly."""
+    """FP8 where the tensor cores have it; pages everywhere."""
     cards = {
         (8, 0): "80", (8, 6): "86", (8, 7): "86", (8, 9): "89", (10, 0): "100", (10, 3): "100", (11, 0): "110",
         (12, 0): "120", (12, 1): "120",
@@ -131,7 +131,7 @@ def test_cards_without_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, architecture in cards.items():
         name = backends.find("cuda", capability)
         assert name == ("mma" if capability in ((8, 9), (12, 0), (12, 1)) else "mma_fp16")
-        assert backends.architecture_of(capability) == architecture and BACKENDS[name].pages is None
+        assert backends.architecture_of(capability) == architecture and BACKENDS[name].pages
         call = CALL._replace(backend=name, device="cuda")
         assert why_not(fp16, call) is None
         assert why_not(fp8, call) == (None if name == "mma" else "no_fp8")

@@ -9,6 +9,7 @@ import torch
 
 from sage_patch import backends
 from sage_patch.kernels import first_use, library, plain
+from sage_patch.reference import pages as reference_pages
 
 ROW = replace(backends.BACKENDS["reference"], name="unproven", is_proven=False)
 
@@ -32,6 +33,13 @@ def test_wrong_numbers_are_refused_with_what_was_found(wrong):
 
     with pytest.raises(first_use.WrongNumbersError, match="unproven kernels give wrong numbers on cpu.*relative L1"):
         first_use.compare(ROW, run, "cpu")
+
+
+def test_wrong_pages_are_refused(monkeypatch):
+    right = reference_pages.attend
+    monkeypatch.setattr(reference_pages, "attend", lambda *given: (right(*given)[0] * 1.5, None))
+    with pytest.raises(first_use.WrongNumbersError, match="unproven kernels.*a quantized cache, head_dim 64, 300 rows"):
+        first_use.compare(ROW, plain.forward, "cpu")
 
 
 def test_a_new_card_is_looked_at_once_and_again_after_a_failure(monkeypatch):

@@ -423,6 +423,6 @@ def test_the_kernels_parts_add_up(sms: int, q_len: int, options: dict) -> None:
 def test_a_plan_gives_every_page_to_one_part() -> None:
     for rows, length in ((1, 40_000), (64, 9000), (65, 9000), (4, 1)):
         cut = plan(1, 8, rows, 1, length, sms=132)
-        found = sorted(p for part in range(cut.parts) for p in cut.pages_of(part, 3, 3 + length // PAGE_TOKENS))
+        found = sorted(p for part in range(cut.parts) for p in cut.turns_of(part, 3, 3 + length // PAGE_TOKENS))
         assert found == list(range(3, 3 + length // PAGE_TOKENS)) and cut.parts <= 128
     assert plan(1, 8, 4, 1, 32768).splits == 16 and plan(32, 8, 4, 1, 32768).splits == 1

@@ -172,10 +172,9 @@ def gain(card: Card, head_dim: int, recipe: Recipe, length: int, heads: int = HE
 
 
 def prepare_us(card: Card, head_dim: int, recipe: Recipe, length: int, heads: int) -> float:
-    """Microseconds of the pre-processing: K is read once, V twice, the second time from the L2 if it holds both."""
+    """Microseconds of the pre-processing: one pass reads K and V once and writes their images."""
     pairs = float(heads) * length * head_dim
-    again = 0 if 4 * pairs < card.l2_mib * 2**20 / 2 else 2
-    moved = pairs * (4 + again + recipe.qk_bits / 8 + (1 if recipe.pv == "fp8" else 2))
+    moved = pairs * (4 + recipe.qk_bits / 8 + (1 if recipe.pv == "fp8" else 2))
     return max(pairs / (PAIRS_A_CLOCK * card.sms * card.boost_ghz * 1e3), moved / (DRAM_SHARE * card.dram_gbs * 1e3))
 
 

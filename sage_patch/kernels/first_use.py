@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sage_patch import args as call_args
-from sage_patch.args import Args
-from sage_patch.backends import Backend, as_run
+from sage_patch.args import Args, PageArgs
+from sage_patch.backends import Backend, as_run, module
 from sage_patch.errors import SagePatchError
 from sage_patch.kernels import plain
-from sage_patch.recipes import EXACT, RECIPES, Call, Recipe
+from sage_patch.recipes import DEFAULT_RECIPE, EXACT, RECIPES, Call, Recipe
 
 Run = Callable[[Tensor, Tensor, Tensor, Args, Recipe], tuple[Tensor, Tensor | None]]
 _SHAPES = ((64, torch.float16, 300, 700), (128, torch.bfloat16, 257, 513))  # head_dim, dtype, q_len, kv_len
@@ -47,10 +47,34 @@ def compare(backend: Backend, run: Run, device: str) -> None:
                 ran = as_run(recipe, backend.name, head_dim)
                 got = run(there[0], there[1], there[2], args, ran)[0].float().cpu()
                 error = float((got - want).abs().sum() / want.abs().sum())
-                if not error <= recipe.self_test_bound:
-                    raise WrongNumbersError(
-                        f"the {backend.name} kernels give wrong numbers on {device}: recipe {recipe.name}, head_dim "
-                        f"{head_dim}, {'causal' if is_causal else 'full'}: relative L1 error {error:.3g}, at most "
-                        f"{recipe.self_test_bound} is right. They have not run on such a card before: please report "
-                        'this with the output of sage-patch env, and use the recipe "exact"'
-                    )
+                _check(backend, device, error, recipe, f"head_dim {head_dim}, {'causal' if is_causal else 'full'}")
+        if backend.pages is not None:
+            _compare_pages(backend, device, q, k, v)
+
+
+def _check(backend: Backend, device: str, error: float, recipe: Recipe, what: str) -> None:
+    bound = recipe.self_test_bound
+    if bound is not None and not error <= bound:
+        raise WrongNumbersError(
+            f"the {backend.name} kernels give wrong numbers on {device}: recipe {recipe.name}, {what}: relative L1 "
+            f"error {error:.3g}, at most {bound} is right. They have not run on such a card before: please report "
+            'this with the output of sage-patch env, and use the recipe "exact"'
+        )
+
+
+def _compare_pages(backend: Backend, device: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A cache filled in two pieces; the queries of many tokens, and of the last one."""
+    (batch, heads, tokens, head_dim), q_len = k.shape, q.shape[2]
+    assert backend.pages is not None
+    kernels = module(backend.pages)
+    store = plain.one_slab(batch, heads, head_dim, k.dtype, device)
+    for piece in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
+        kernels.append(store, k[:, :, piece].to(device), v[:, :, piece].to(device))
+        store.length = piece.stop
+    for rows in (min(q_len, tokens), 1):
+        query = q[:, :, q_len - rows :]
+        args = call_args.plain(head_dim**-0.5, True)
+        want = plain.forward(query.float(), k.float(), v.float(), args, EXACT)[0]
+        got = kernels.attend(store, query.to(device), PageArgs(scale=head_dim**-0.5))[0].float().cpu()
+        error = float((got - want).abs().sum() / want.abs().sum())
+        _check(backend, device, error, RECIPES[DEFAULT_RECIPE], f"a quantized cache, head_dim {head_dim}, {rows} rows")

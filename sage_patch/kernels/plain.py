@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from sage_patch.args import Args, scale_for
 from sage_patch.recipes import Recipe
+from sage_patch.reference import pages
 from sage_patch.reference.attention import quantized_attention
 from sage_patch.reference.exact import exact_attention
 from sage_patch.reference.visibility import Visibility
@@ -118,3 +120,42 @@ def empty_outputs(query: Tensor, value: Tensor, args: Args) -> tuple[Tensor, Ten
 def in_layout(out: Tensor, out_layout: str) -> Tensor:
     """out [B, H, N, D], its memory contiguous in that layout."""
     return out.transpose(1, 2).contiguous().transpose(1, 2) if out_layout == "NHD" else out.contiguous()
+
+
+@dataclass
+class OneSlab:
+    """A quantized cache of up to 1,024 tokens, as `append` and `attend` of a backend's pages take it. The user's is
+    sage_patch.pages.Pages, which says what each is."""
+
+    num_kv_heads: int
+    head_dim: int  # 64 or 128
+    slab: Tensor
+    tail: Tensor
+    k_mean: Tensor
+    v_mean: Tensor
+    slab_table: Tensor
+    rotated: bool = False
+    length: int = 0
+    first_slab: int = 0
+    slab_pages: int = 8
+
+    @property
+    def dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        return [self.slab]
+
+    def records(self, first_page: int, end_page: int) -> Tensor:
+        return self.slab[:, :, first_page:end_page]
+
+
+def one_slab(batch: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> OneSlab:
+    """An empty one; head_dim 64 or 128."""
+    sizes = (batch, num_kv_heads)
+    slab = torch.zeros(*sizes, OneSlab.slab_pages, pages.record_of(head_dim).size, dtype=torch.uint8, device=device)
+    k_mean, v_mean = (torch.zeros(*sizes, head_dim, device=device) for _ in range(2))
+    tail = torch.zeros(2, *sizes, pages.TAIL_TOKENS, head_dim, dtype=dtype, device=device)
+    table = torch.tensor([slab.data_ptr()]).to(device)
+    return OneSlab(num_kv_heads, head_dim, slab, tail, k_mean, v_mean, table)

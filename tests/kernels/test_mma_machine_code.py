@@ -41,6 +41,13 @@ BUDGET = {  # (dim, product): by architecture
     (256, FP16): {"80": 585, "86": 585, "89": 585, "90a": 572, "100": 567, "110": 588, "120": 672},
     (256, FP8): {"89": 599, "120": 648},
 }
+# The same of pages, without a mask or softcap: (dim, whether warps take turns on half pages).
+PAGES_BUDGET = {
+    (64, 0): {"80": 1194, "86": 1194, "89": 1194, "100": 1151, "110": 1179, "120": 1180},
+    (64, 1): {"80": 1251, "86": 1251, "89": 1251, "100": 1173, "110": 1201, "120": 1214},
+    (128, 0): {"80": 1643, "86": 1643, "89": 1643, "100": 1612, "110": 1640, "120": 1655},
+    (128, 1): {"80": 1700, "86": 1707, "89": 1707, "100": 1616, "110": 1643, "120": 1681},
+}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +145,25 @@ def test_tensor_cores_and_registers(unit: str, architecture: str, folder: Path) 
         assert counts == want, (dim, product, packed)
         if family == DENSE:
             assert len(loop(code)) <= BUDGET[dim, product][architecture], (dim, product, len(loop(code)))
+
+
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a != "90a"])
+def test_pages(architecture: str) -> None:
+    """The quantized cache's kernels: one loop over half pages with all its products, INT8 and FP16, in registers."""
+    seen = set()
+    for mangled, text in machine_code.functions(machine_code.wheel_library(), architecture).items():
+        if not re.search(r"_pages_(append|attend_mma|combine)_cu_", mangled):
+            continue
+        code = machine_code.instructions(text)
+        operations = collections.Counter(operation.split(".")[0] for _, operation, _ in code)
+        assert operations["LDL"] == operations["STL"] == 0, mangled
+        if name := re.search(r"attend_mmaILi(\d+)ELb([01])ELb([01])E", mangled):
+            dim, turns, extra = map(int, name.groups())
+            counts = collections.Counter(kind for _, operation, _ in code if (kind := tensor_core(operation)))
+            assert counts == {"IMMA.16832.S8": dim // 32 * 8, "HMMA.16816.F32": dim // 8 * 4}, mangled
+            assert extra or len(loop(code)) <= PAGES_BUDGET[dim, turns][architecture], (dim, turns, len(loop(code)))
+            seen.add((dim, turns, extra))
+    assert len(seen) == 8
 
 
 def test_the_counts_that_predictions_are_made_of_are_those_of_the_kernels(folder: Path) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+from sage_patch import backends
 from sage_patch.kernels import build, library
 from sage_patch.kernels.plans import PLANS
 
@@ -18,15 +20,26 @@ from sage_patch.kernels.plans import PLANS
 ROWS = {"mma": "mma", "mma_int4": "mma_int4", "mma_split": "mma", "mma_small": "mma_small"}
 BACKENDS = tuple(ROWS)
 ARCHITECTURE, CAPABILITY = "90", 90
+# What Python knows of these kernels, under the name and for the cards of Hopper's.
+_HOPPER = backends.BACKENDS["sm90"]
+_ROW = replace(
+    backends.BACKENDS["mma"],
+    name=_HOPPER.name,
+    architectures=_HOPPER.architectures,
+    card=_HOPPER.card,
+    has_fp16_sums=False,
+    is_proven=True,
+)
 
 
 def build_library(backend: str) -> Path:
     """The library in which `backend` serves Hopper cards, from the cache or compiled."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: {', '.join(BACKENDS)}")
-    units = {
+    units = {  # without those of Hopper cards alone, which the row above theirs hides
         name: (*names, "90a") if name.endswith("_mma.cu") or name.startswith("fwd_mma") else names
         for name, names in build.units().items()
+        if tuple(names) != ("90a",)
     }
     small = ("-DSAGE2_SMALL_SM",) if backend == "mma_small" else ()
     flags = (*build.FLAGS, f"-DSAGE2_TEST_BACKEND={ROWS[backend]}", *small)
@@ -37,6 +50,7 @@ def build_library(backend: str) -> Path:
 def use(backend: str, index: int = 0) -> None:
     """From now on calls on cuda:`index` run on this backend."""
     library._by_device[index] = library._open(str(build_library(backend))), CAPABILITY
+    backends.BACKENDS["sm90"] = _ROW
     PLANS.clear()
     sums_in_fp16(index, backend == "mma_split")
 
@@ -53,12 +67,13 @@ def sums_in_fp16(index: int, on: bool) -> None:
 @contextlib.contextmanager
 def on(backend: str, index: int = 0) -> Iterator[None]:
     """Calls on cuda:`index` run on this backend inside."""
-    before, sums = library.of_device(index), set(library.sums_in_fp16)
+    before, sums, row = library.of_device(index), set(library.sums_in_fp16), backends.BACKENDS["sm90"]
     use(backend, index)
     try:
         yield
     finally:
         library._by_device[index] = before
+        backends.BACKENDS["sm90"] = row
         library.sums_in_fp16.clear()
         library.sums_in_fp16.update(sums)
         PLANS.clear()

@@ -76,7 +76,7 @@ def summed(stages: Stages, fp16: bool, split: bool, accumulator: Accumulator | N
     for first in range(n - KEYS, -1, -KEYS):
         part = slice(first, first + KEYS)
         scores, step = stages.scores[..., part], steps[..., part]
-        top = _maximum(scores, step, offset)
+        top = maximum(scores, step, offset)
         changed = stages.logits
         if changed is not None:
             used = changed.used[..., first // ti.TILE_TOKENS]
@@ -104,7 +104,7 @@ def summed(stages: Stages, fp16: bool, split: bool, accumulator: Accumulator | N
     return Sums(torch.cat([total, weight[..., None]], -1), m)
 
 
-def _maximum(scores: Tensor, steps: Tensor, offset: Tensor) -> Tensor:
+def maximum(scores: Tensor, steps: Tensor, offset: Tensor) -> Tensor:
     """The largest exponent of each row, minus the offset: a lane takes its own columns, all of one scale."""
     group = ti.k_group(torch.arange(KEYS))
     magic = torch.tensor(MAGIC)

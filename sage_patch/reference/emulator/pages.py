@@ -9,6 +9,7 @@ is as in sm90.py, whose stages this uses.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,55 +33,58 @@ from sage_patch.reference.emulator.logits import HIDDEN, LOG2E, logits
 from sage_patch.reference.emulator.prepare import quantize_queries
 from sage_patch.reference.pages import PAGE_TOKENS, Unpacked
 
-FEW_ROWS = 64  # packed rows up to which the two warpgroups of a CTA take turns on the pages
 MAX_PARTS = 128
 START_COST = 4  # pages that a CTA could read while it starts and writes its part
 COMBINE_THREADS = 256
 SMS = 132  # of an H100 or H200 (SXM)
 
 
+Part = tuple[Tensor, Tensor, Tensor]  # sums [1, Hkv, rows, dim], reference m and sum of P [1, Hkv, rows]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family of kernels works on pages. few: packed rows up to which the parts of a CTA, `turns` of them, take
+    turns on the keys, `keys` at a time; span: rows of a CTA with more, of which an SM holds `ctas`. part: one part's
+    walk over its turns, as `_part`."""
+
+    few: int
+    turns: int
+    span: int
+    ctas: int
+    keys: int
+    part: Callable[..., Part]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut. span: packed rows of a CTA. splits: CTAs along the keys. turns: a CTA's warpgroups take turns
-    on its pages and leave a part each; otherwise they halve its rows."""
+    """How a call is cut. span: packed rows of a CTA. splits: CTAs along the keys. turns: parts of a CTA that take turns
+    on its keys, `keys` at a time; 1: its warps share them and hold different rows."""
 
     span: int
     splits: int
-    turns: bool
+    turns: int
+    keys: int
 
     @property
     def parts(self) -> int:
-        return self.splits * (2 if self.turns else 1)
+        return self.splits * self.turns
 
-    def pages_of(self, part: int, first: int, end: int) -> list[int]:
-        """The pages of one part, in order, of a CTA row whose keys lie in pages first .. end - 1."""
-        each = -(-max(end - first, 0) // self.splits)
-        split, turn = divmod(part, 2) if self.turns else (part, 0)
-        mine = list(range(first + split * each, min(end, first + (split + 1) * each)))
-        return mine[turn::2] if self.turns else mine
-
-
-def plan(batch: int, kv_heads: int, rows: int, q_len: int, length: int, left: int = -1, sms: int = SMS) -> Plan:
-    """plan_pages_attend: the number of splits that ends first. rows: packed rows of a kv head, q_len * group."""
-    turns = rows <= FEW_ROWS
-    span = 64 if turns else 128
-    ctas = batch * kv_heads * -(-rows // span)
-    seen = length if left < 0 else min(length, left + q_len)
-    tiles = seen // PAGE_TOKENS + 1
-    best, splits = math.inf, 1
-    for s in range(1, min(MAX_PARTS // 2, (tiles + 1) // 2) + 1):
-        waves = -(-ctas * s // sms)
-        time = waves * (-(-tiles // s) + START_COST)
-        if time < best:
-            best, splits = time, s
-        if waves > 8:
-            break
-    return Plan(span, splits, turns)
+    def turns_of(self, part: int, first: int, end: int) -> list[int]:
+        """The turns of one part, in order, of a CTA row whose keys lie in pages first .. end - 1: numbers of runs of
+        `keys` tokens."""
+        each, runs = -(-max(end - first, 0) // self.splits), PAGE_TOKENS // self.keys
+        split, turn = divmod(part, self.turns)
+        start, stop = runs * (first + split * each), runs * min(end, first + (split + 1) * each)
+        return list(range(start, stop))[turn :: self.turns]
 
 
-def emulate(pages: reference.Store, query: Tensor, args: PageArgs, sms: int = SMS) -> tuple[Tensor, Tensor]:
+def emulate(
+    pages: reference.Store, query: Tensor, args: PageArgs, sms: int = SMS, family: Family | None = None
+) -> tuple[Tensor, Tensor]:
     """(out in query's dtype [B, Hq, q_len, D], lse float32 [B, Hq, q_len]) as a card with `sms` SMs has them, but for
-    the last bits of its approximate instructions."""
+    the last bits of its approximate instructions. family: None for Hopper's."""
+    family = family or HOPPER
     scale, left, softcap, sinks = args.scale, args.left, args.softcap, args.sinks
     batch, heads, q_len, d = query.shape
     dim, kv_heads = pages.k_mean.shape[-1], pages.k_mean.shape[1]
@@ -92,7 +96,8 @@ def emulate(pages: reference.Store, query: Tensor, args: PageArgs, sms: int = SM
     seen = reference.visible(position, columns, length, args)
     seen = seen.expand(batch, heads, q_len, len(columns))
     queries = quantize_queries(query, pages.k_mean, scale, rotated=pages.rotated)
-    cut = plan(batch, kv_heads, rows, q_len, length, left, sms)
+    cut = plan(batch, kv_heads, rows, q_len, length, left, sms, family)
+    runs = oldest * PAGE_TOKENS // cut.keys
 
     def packed(x: Tensor) -> Tensor:  # [B, Hq, q_len, ..] -> [B, Hkv, rows, ..], token by token
         return x.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(2, 3)
@@ -106,10 +111,10 @@ def emulate(pages: reference.Store, query: Tensor, args: PageArgs, sms: int = SM
             first, end = _page_range(row // group, (r.stop - 1) // group, start, length, q_len, left, args.is_causal)
             item = slice(b, b + 1)
             results = [
-                _part(of, item, [p - oldest for p in mine], q[item, :, r], step[item, :, r], dot[item, :, r],
-                      sees[item, :, r], softcap)
+                family.part(of, item, [p - runs for p in mine], q[item, :, r], step[item, :, r], dot[item, :, r],
+                            sees[item, :, r], softcap)
                 for part in range(cut.parts)
-                for mine in [cut.pages_of(part, first, end)]
+                for mine in [cut.turns_of(part, first, end)]
             ]  # fmt: skip
             sums, m, weight = _combined(results, dim) if cut.parts > 1 else results[0]
             sink = None if sinks is None else sinks.float().view(kv_heads, group)[:, torch.arange(row, r.stop) % group]
@@ -132,9 +137,6 @@ def _page_range(
     offset = length - q_len
     lowest = start if left < 0 else max(start, first_row + offset - left)
     return lowest // PAGE_TOKENS, -(-min(length, last_row + offset + 1) // PAGE_TOKENS)
-
-
-Part = tuple[Tensor, Tensor, Tensor]  # sums [1, Hkv, rows, dim], reference m and sum of P [1, Hkv, rows]
 
 
 def _part(
@@ -164,6 +166,30 @@ def _part(
         weight = fma(weight, a[..., 0], t[..., i, -1])
     lost = (sees[..., keys] & of.lost[item][:, :, order].flatten(2)[:, :, None]).any(-1)
     return sums, m[..., 0], torch.where(lost, math.nan, weight)
+
+
+HOPPER = Family(few=64, turns=2, span=128, ctas=1, keys=PAGE_TOKENS, part=_part)
+
+
+def plan(
+    batch: int, kv_heads: int, rows: int, q_len: int, length: int, left: int = -1, sms: int = SMS,
+    family: Family = HOPPER,
+) -> Plan:  # fmt: skip
+    """cut_pages: the number of splits that ends first. rows: packed rows of a kv head, q_len * group."""
+    is_few = rows <= family.few
+    span, turns, places = (family.few, family.turns, sms) if is_few else (family.span, 1, family.ctas * sms)
+    ctas = batch * kv_heads * -(-rows // span)
+    seen = length if left < 0 else min(length, left + q_len)
+    tiles = seen // PAGE_TOKENS + 1
+    best, splits = math.inf, 1
+    for s in range(1, min(MAX_PARTS // max(turns, 2), (tiles + 1) // 2) + 1):
+        waves = -(-ctas * s // places)
+        time = waves * (-(-tiles // s) + START_COST)
+        if time < best:
+            best, splits = time, s
+        if waves > 8:
+            break
+    return Plan(span, splits, turns, family.keys)
 
 
 def _combined(parts: list[Part], dim: int) -> Part:

@@ -43,7 +43,7 @@ struct Warp {
 };
 struct Copy {
   uint32_t to;
-  const void *from;
+  const void *from;  // null: the end of a group
 };
 inline Dim thread, block, size, grid;
 inline int threads, cta_waiting, cta_turn;
@@ -91,14 +91,15 @@ inline void enter() {
   done[thread.x] = 1;
   swapcontext(&fibers[thread.x], &scheduler);
 }
-inline void launch(int blocks, int n, int bytes, const std::function<void()> &kernel) {
+inline void launch(int blocks, int n, int bytes, const std::function<void()> &kernel, Dim of = {0, 0, 0}) {
   constexpr size_t kStack = 256 << 10;
   static std::vector<char> stacks;
   stacks.resize(n * kStack);
   body = kernel;
   threads = size.x = n;
-  grid.x = blocks;
-  for (block.x = 0; block.x < (unsigned)blocks; block.x++) {
+  grid = of.x ? of : Dim{(unsigned)blocks, 1, 1};
+  for (unsigned b = 0; b < grid.x * grid.y * grid.z; b++) {
+    block = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
     shared.assign(bytes, 0xFF);  // NaN everywhere: nothing may be read before it is written
     warps.assign(n / 32, Warp());
     copies.assign(n, {});
@@ -122,7 +123,8 @@ inline void launch(int blocks, int n, int bytes, const std::function<void()> &ke
         }
     }
     for (auto &mine : copies)
-      if (!mine.empty()) fail("a copy that nobody waited for");
+      for (auto &copy : mine)
+        if (copy.from) fail("a copy that nobody waited for");
   }
 }
 }  // namespace simulator
@@ -168,6 +170,19 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   for (auto &b : simulator::warp().box) y = std::max<unsigned>(y, b[0]);
   simulator::sync_warp();
   return y;
+}
+template<class F> int reduce_int(int x, F f) {
+  simulator::box()[0] = x;
+  simulator::sync_warp();
+  for (auto &b : simulator::warp().box) x = f(x, (int)b[0]);
+  simulator::sync_warp();
+  return x;
+}
+inline int __reduce_max_sync(unsigned, int x) {
+  return reduce_int(x, [](int a, int b) { return max(a, b); });
+}
+inline int __reduce_min_sync(unsigned, int x) {
+  return reduce_int(x, [](int a, int b) { return min(a, b); });
 }
 inline int __syncthreads_or(int x) {
   static int any;

@@ -28,11 +28,17 @@ inline void copy_async16(uint32_t to, const void *from) {
   if ((uintptr_t)from % 16) simulator::fail("misaligned copy");
   simulator::copies[threadIdx.x].push_back({to, from});
 }
-inline void copy_commit() {}
-inline void copy_wait_all() {
-  for (auto &copy : simulator::copies[threadIdx.x]) memcpy(simulator::at(copy.to, 16), copy.from, 16);
-  simulator::copies[threadIdx.x].clear();
+inline void copy_commit() { simulator::copies[threadIdx.x].push_back({0, nullptr}); }
+template<int N> void copy_wait() {
+  auto &mine = simulator::copies[threadIdx.x];
+  auto groups = std::count_if(mine.begin(), mine.end(), [](const simulator::Copy &c) { return !c.from; });
+  while (!mine.empty() && groups > N) {
+    if (mine[0].from) memcpy(simulator::at(mine[0].to, 16), mine[0].from, 16);
+    else groups--;
+    mine.erase(mine.begin());
+  }
 }
+inline void copy_wait_all() { copy_wait<0>(); }
 
 // ------------------------------------------------------------------ products
 // A register holds EACH neighbouring elements along k. Of a, registers 0..3: (row g, first half of k), (row g + 8, the

@@ -7,6 +7,7 @@ alignas(1024) unsigned char smem[48 << 10];
 }  // namespace
 }  // namespace sage2
 #include "fwd_mma.cuh"
+#include "pages_attend_mma.cuh"
 #include "quantize_repair.cuh"
 
 using namespace sage2;
@@ -180,5 +181,74 @@ extern "C" int simulate(const Call *c) {
   if (padded == 64) run<64>(p, c->product, c->packed);
   else if (padded == 128) run<128>(p, c->product, c->packed);
   else run<256>(p, c->product, c->packed);
+  return 0;
+}
+
+// Mirrored by `PagesCall`. One slab; contiguous tensors; cut as cut_pages does.
+struct PagesCall {
+  const uint16_t *q;
+  uint16_t *out;
+  float *lse, *k_mean, *v_mean, *partial, *stats;
+  const uint64_t *slabs;
+  const int32_t *kv_starts;
+  const uint8_t *mask;
+  const float *sinks;
+  int32_t batch, heads, kv_heads, head_dim, tokens, length, bf16, slab_pages, record, causal, left, rotate;
+  int32_t span, splits, turns, mask_columns;
+  float scale, scale_log2, softcap, softcap_step;
+};
+template<int DIM, bool TURNS> static void attend_pages(const PageParams &p) {
+  simulator::launch(
+      0, kPageThreads, PageConfig<DIM, TURNS>::bytes,
+      [&] { p.mask || p.softcap != 0.f ? attend_mma<DIM, TURNS, true>(p) : attend_mma<DIM, TURNS, false>(p); },
+      {(unsigned)p.splits, (unsigned)p.row_tiles, (unsigned)(p.batch * p.kv_heads)});
+}
+extern "C" int simulate_pages(const PagesCall *c) {
+  PageParams p = {};
+  const int64_t dim = c->head_dim, rows = c->tokens;
+  p.q = {c->q, c->heads * rows * dim, rows * dim, dim, dim % 8 == 0};
+  p.out = {c->out, c->heads * rows * dim, rows * dim, dim, dim % 8 == 0};
+  p.lse = c->lse;
+  p.slabs = c->slabs;
+  p.k_mean = c->k_mean;
+  p.v_mean = c->v_mean;
+  p.kv_starts = c->kv_starts;
+  p.sinks = c->sinks;
+  p.partial = c->partial;
+  p.stats = (float4 *)c->stats;
+  p.mask = c->mask;
+  p.mask_columns = c->mask_columns;
+  p.mask_first = c->length - c->mask_columns;
+  p.mask_column = 1;
+  p.mask_row = c->mask_columns;
+  p.mask_batch = rows * c->mask_columns;
+  p.batch = c->batch;
+  p.heads = c->heads;
+  p.kv_heads = c->kv_heads;
+  p.head_dim = c->head_dim;
+  p.heads_per_kv = c->heads / c->kv_heads;
+  p.tokens = c->tokens;
+  p.length = c->length;
+  p.bf16 = c->bf16;
+  while (1 << p.slab_shift < c->slab_pages) p.slab_shift++;
+  p.record = c->record;
+  p.offset = c->causal ? c->length - c->tokens : kNoCausalOffset;
+  p.left = !c->causal ? INT32_MAX : c->left < 0 ? kNoLimit : c->left;
+  p.scale = c->scale;
+  p.scale_log2 = c->scale_log2;
+  p.softcap = c->softcap;
+  p.softcap_step = c->softcap_step;
+  p.rotate = c->rotate;
+  p.need_dot = 1;
+  p.rows = c->tokens * p.heads_per_kv;
+  p.span = c->span;
+  p.splits = c->splits;
+  p.split_tiles = c->turns > 1;
+  p.slots = c->splits * c->turns;
+  p.row_tiles = (p.rows + p.span - 1) / p.span;
+  p.part_rows = min(p.rows, p.span);
+  const bool wide = padded_dim(c->head_dim) == 128;
+  if (p.split_tiles) wide ? attend_pages<128, true>(p) : attend_pages<64, true>(p);
+  else wide ? attend_pages<128, false>(p) : attend_pages<64, false>(p);
   return 0;
 }
