@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the reference only in plain.py: see below
     "kernels": {"recipes", "backends", "args", "cards", "reference"},
     "pages": {"args", "backends", "reference", "kernels"},
+    "page_ops": {"args", "backends", "reasons", "recipes", "reference", "kernels"},
+    "static_pages": {"args", "backends", "reference", "kernels", "pages", "page_ops"},
     "dispatch": {"recipes", "backends", "args", "reference", "kernels", "pages"},
     "arguments": {"recipes", "kernels"},
     "attention": {"args", "arguments", "dispatch", "recipes", "reference", "kernels"},
@@ -41,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "dispatch",
         "attention",
         "pages",
+        "static_pages",
         "policy",
         "recipes",
         "backends",
@@ -121,7 +124,7 @@ MAY_IMPORT_HUGGING_FACE = {
     "evaluation/models",
 }
 # Has subclasses of transformers' own, and is imported by nobody but the lazy name in __init__.
-SUBCLASSES_HUGGING_FACE = "integrations/quantized_cache"
+SUBCLASSES_HUGGING_FACE = {"integrations/quantized_cache", "integrations/static_cache"}
 HUGGING_FACE = {"transformers", "diffusers"}
 
 
