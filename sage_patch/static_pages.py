@@ -98,7 +98,12 @@ class StaticPages:
         """
         wanted = (self.batch, self.num_kv_heads, key.shape[2], self.head_dim)
         for name, x in (("key", key), ("value", value)):
-            if x.shape != wanted or x.dtype != self.dtype or x.device != self.tail.device or x.shape[2] > self.max_length:
+            if (
+                x.shape != wanted
+                or x.dtype != self.dtype
+                or x.device != self.tail.device
+                or x.shape[2] > self.max_length
+            ):
                 raise ValueError(
                     f"{name}: the store holds {list(wanted)} of {self.dtype} on {self.tail.device}, of "
                     f"{self.max_length} tokens at most; got {list(x.shape)} of {x.dtype} on {x.device}"
