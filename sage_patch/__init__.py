@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sage_patch.extras import MissingPackage
     from sage_patch.handle import Handle, PatchError
     from sage_patch.integrations.quantized_cache import QuantizedCache
+    from sage_patch.integrations.static_cache import StaticQuantizedCache
     from sage_patch.patch import applied, apply, plan, revert, rows, stats
     from sage_patch.policy import Policy, PolicyError, Rule, Span
 

@@ -2,7 +2,7 @@
 
 The same pages as pages.py keeps, in one tensor that is allocated once. Neither storing tokens nor attending to them
 asks the host for the length, waits, or allocates what stays: a decoding step can be captured in a CUDA graph, and
-torch.compile sees operators on tensors (kernels/page_ops.py). Nothing here knows of transformers.
+torch.compile sees operators on tensors (page_ops.py). Nothing here knows of transformers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_patch import backends
+from sage_patch import backends, page_ops
 from sage_patch.args import PageArgs
-from sage_patch.kernels import ops, page_ops
+from sage_patch.kernels import ops
 from sage_patch.pages import DTYPES, SLAB_PAGES
 from sage_patch.reference.emulator.prepare import padded_dim
 from sage_patch.reference.pages import PAGE_TOKENS, TAIL_TOKENS, record_of
@@ -98,7 +98,12 @@ class StaticPages:
         """
         wanted = (self.batch, self.num_kv_heads, key.shape[2], self.head_dim)
         for name, x in (("key", key), ("value", value)):
-            if x.shape != wanted or x.dtype != self.dtype or x.device != self.tail.device or x.shape[2] > self.max_length:
+            if (
+                x.shape != wanted
+                or x.dtype != self.dtype
+                or x.device != self.tail.device
+                or x.shape[2] > self.max_length
+            ):
                 raise ValueError(
                     f"{name}: the store holds {list(wanted)} of {self.dtype} on {self.tail.device}, of "
                     f"{self.max_length} tokens at most; got {list(x.shape)} of {x.dtype} on {x.device}"
@@ -107,6 +112,8 @@ class StaticPages:
             key.detach(), value.detach(), self.store, self.table, self.tail, self.k_mean, self.v_mean, self.held,
             self.max_length, self.rotated, self.settled,
         )  # fmt: skip
+        if key.shape[2] >= PAGE_TOKENS:
+            self.settled = True
 
     def attend(self, query: Tensor, args: PageArgs, site: str) -> Tensor:
         """Attention of the last q_len stored tokens' queries [batch, Hq, q_len, head_dim], counted as quantized with

@@ -107,7 +107,9 @@ def measure(model: nn.Module, form: str, held: DynamicCache, length: int, room: 
     }
     cache = filled(makers[kind](), held, length)
     # One call that compiles, captures and warms up; then back to the prompt.
-    call: Any = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False) if how == "compiled" else model
+    call: Any = (
+        torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False) if how == "compiled" else model
+    )
 
     def run(token: Tensor, position: Tensor) -> Tensor:
         return call(input_ids=token, position_ids=position, past_key_values=cache).logits[:, -1]  # type: ignore[no-any-return]

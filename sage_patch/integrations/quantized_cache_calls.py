@@ -15,9 +15,9 @@ from torch import Tensor
 from sage_patch.args import PageArgs, scale_for
 from sage_patch.dispatch import UnsupportedCall, attend_pages, tick
 from sage_patch.integrations.masks import MaskPattern, pattern_of
+from sage_patch.integrations.static_cache_calls import StaticReading
 from sage_patch.integrations.tags import SiteTag
 from sage_patch.kernels.torch_private import tree_map_only
-from sage_patch.integrations.static_cache_calls import StaticReading
 from sage_patch.pages import Pages
 
 

@@ -16,7 +16,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from sage_patch.dispatch import unify
 from sage_patch.integrations.quantized_cache import shape_of, windows_of
 from sage_patch.integrations.static_cache_calls import StaticReading
-from sage_patch.reference.pages import PAGE_TOKENS
 from sage_patch.static_pages import StaticPages
 
 
@@ -104,7 +103,6 @@ class StaticQuantizedCacheLayer(CacheLayerMixin):
             reading = StaticReading(self.pages, self.window)
             return reading, reading
         self.is_filled = True
-        self.pages.settled = key.shape[2] >= PAGE_TOKENS
         return key_states, value_states
 
     def get_seq_length(self) -> Any:

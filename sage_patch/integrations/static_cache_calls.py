@@ -47,6 +47,9 @@ class StaticReading:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{_REFUSAL} (asked for {name!r})")
 
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedCall(f"{_REFUSAL} (in a subscript)")
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise UnsupportedCall(f"{_REFUSAL} (in {getattr(func, '__name__', func)})")

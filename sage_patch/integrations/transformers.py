@@ -116,7 +116,7 @@ def sage2_attention_forward(
         exact_reason = why_exact(tag, reading, query, attention_mask, refusals)
         if not exact_reason:
             query, _, _ = unify(query, query, query)
-            run = attend_static if isinstance(reading, StaticReading) else attend_cached
+            run: Any = attend_static if isinstance(reading, StaticReading) else attend_cached
             out = run(
                 reading, query, attention_mask,
                 is_causal=_causal_without_mask(module, is_causal, tag.style), scale=scaling,

@@ -149,9 +149,7 @@ def test_generate_compiles_and_writes_the_same_tokens() -> None:
     given = dict(input_ids=ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
     with sage_patch.applied(model):
         want = model.generate(**given, past_key_values=QuantizedCache(model.config))
-        plain = model.generate(
-            **given, past_key_values=StaticQuantizedCache(model.config, 256), disable_compile=True
-        )
+        plain = model.generate(**given, past_key_values=StaticQuantizedCache(model.config, 256), disable_compile=True)
         got = model.generate(**given, past_key_values=StaticQuantizedCache(model.config, 256))
     assert torch.equal(plain, want)
     assert (got == want).float().mean() > 0.9  # compiled layers round otherwise

@@ -88,9 +88,7 @@ _LIBRARY.define(
     "Tensor? attn_mask, Tensor? mask_until, Tensor? sinks, float scale, int left, bool is_causal, float softcap, "
     "str site) -> Tensor"
 )
-_LIBRARY.define(
-    f"pages_dequantize({_STORE.format('', 'Tensor tail, ', '', '', '')}, bool rotated) -> (Tensor, Tensor)"
-)
+_LIBRARY.define(f"pages_dequantize({_STORE.format('', 'Tensor tail, ', '', '', '')}, bool rotated) -> (Tensor, Tensor)")
 # A copy made by an operator: a compiler may read a view of `held` only after the next append has changed it.
 _LIBRARY.define("pages_length(Tensor held) -> Tensor")
 
