@@ -7,14 +7,21 @@ A Hopper card executes mma.sync (FP8 and INT4 emulated), so the family for cards
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+from torch import Tensor
 
 from sage_patch import backends
 from sage_patch.kernels import build, library
 from sage_patch.kernels.plans import PLANS
+from sage_patch.reference.emulator import forward_mma
+from sage_patch.reference.emulator.accumulator import FP16
+from sage_patch.reference.emulator.forward import Stages
 
 # Rows of cuda_kernels/backend_mma.cu; "mma_split": with P V summed in fp16 where the kernels have it.
 ROWS = {"mma": "mma", "mma_int4": "mma_int4", "mma_split": "mma", "mma_small": "mma_small"}
@@ -77,3 +84,14 @@ def on(backend: str, index: int = 0) -> Iterator[None]:
         library.sums_in_fp16.clear()
         library.sums_in_fp16.update(sums)
         PLANS.clear()
+
+
+def of_the_card(stages: Stages, recipe: str, **options: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call's stages as the kernels form them that this run of the tests has on the card.
+
+    options: sinks and softcap. mma.sync's FP8 is FP16 on a Hopper card.
+    """
+    if not os.environ.get("SAGE_PATCH_TEST_BACKEND"):
+        return stages.out, stages.lse
+    out, lse = forward_mma.attend(stages, recipe=recipe, accumulator=FP16, **options)
+    return out[..., : stages.out.shape[-1]], lse
