@@ -1,9 +1,12 @@
 """Attention whose sequence is split over devices: diffusers' Ulysses, ring and unified modes under a site's recipe.
 
 Ulysses exchanges tokens for heads: each rank attends over all tokens with some of the heads. A ring passes keys and
-values on while each rank attends with its own queries; the parts are merged by their log-sum-exp, which is of the true
-scores whatever mean a part's keys were smoothed with. Unified does the first within a group and the second between them.
-What runs is decided before anything is sent, from facts that all ranks share. A ring of n parts counts n calls.
+values on while each rank attends with its own queries. Unified does the first within a group and the second between.
+
+Queries and outputs travel in 16 bits. Keys and values are quantized once, where they are, and travel as images of INT8
+and E4M3 with their scales and means (kernels/images.py), each rank's tokens a part of its own; masked keys travel in 16
+bits. Parts are merged by their log-sum-exp, which is of the true scores whatever mean a part's keys were smoothed with.
+What runs is decided before anything is sent, from facts that all ranks share. A call of n parts counts n times.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sage_patch.dispatch import Options, attend, choose, describe, tick, unify
+from sage_patch.dispatch import Options, attend, attend_image, choose, describe, image_kind, tick, unify
 from sage_patch.integrations.sdpa import RUNNING
 from sage_patch.integrations.tags import SiteTag
 from sage_patch.recipes import Call, Recipe
@@ -137,15 +140,46 @@ def attend_split(
         tick(reason, tag.key)
         return None
     query = split.to_heads(query, split.q_heads, split.q_lens)
-    key, value = (split.to_heads(x, split.kv_heads, split.kv_lens) for x in (key, value))
-    masks = _masks(split, attn_mask)
     whole: Part | None = None
-    for source, (k, v) in _around(split, key, value):
-        if k.shape[2] and query.shape[2]:
-            part = replace(options, attn_mask=masks[source])
-            whole = merge(whole, attend(query, k, v, part, call, recipe, reason, tag.key))
+    for part in _parts(split, query, key, value, options, recipe, call, tag.key):
+        whole = merge(whole, part)
     out = query.new_zeros(*query.shape[:3], value.shape[3]) if whole is None else whole[0].to(query.dtype)
     return split.to_tokens(out)
+
+
+def _parts(
+    split: Split, query: Tensor, key: Tensor, value: Tensor, options: Options, recipe: Recipe, call: Call, site: str
+) -> Iterator[Part]:
+    """Attention of this rank's queries and heads over the keys of one rank after the other."""
+    ring, mine = split.ring, split.kv_heads[split.ulysses.rank]
+    kind = image_kind(key, value, split.groups, options, recipe)
+    if kind is not None:
+        # One image for each rank that attends with its heads, and then one from each rank for the heads of this one.
+        batch, _, _, head_dim = key.shape
+        pieces = [
+            kind._replace(shape=(batch, heads, key.shape[2], head_dim)).quantize(k, v)
+            for heads, k, v in zip(
+                split.kv_heads, key.split(split.kv_heads, 1), value.split(split.kv_heads, 1), strict=True
+            )
+        ]
+        kinds = [
+            [kind._replace(shape=(batch, mine, n, head_dim)) for n in lengths] for lengths in split.ring_kv_lens
+        ]
+        held = split.ulysses.exchange(pieces, [of.size() for of in kinds[ring.rank]])
+        sizes = [[of.size() for of in row] for row in kinds]
+        for source, images in _around(ring, held, sizes):
+            for of, image in zip(kinds[source], images, strict=True):
+                if of.shape[2] and query.shape[2]:
+                    yield attend_image(query, image, of, replace(options, return_lse=True), site)
+        return
+    key, value = (split.to_heads(x, split.kv_heads, split.kv_lens) for x in (key, value))
+    masks = _masks(split, options.attn_mask)
+    shapes = [[(*x.shape[:2], sum(lens), x.shape[3]) for x in (key, value)] for lens in split.ring_kv_lens]
+    sizes = [[size_of(shape, key.dtype) for shape in pair] for pair in shapes]
+    for source, pair in _around(ring, [as_bytes(key), as_bytes(value)], sizes):
+        k, v = (from_bytes(x, key.dtype, shape) for x, shape in zip(pair, shapes[source], strict=True))
+        if k.shape[2] and query.shape[2]:
+            yield attend(query, k, v, replace(options, attn_mask=masks[source]), call, recipe, "", site)
 
 
 Part = tuple[Tensor, Tensor | None]  # out [B, H, tokens, D] and its log-sum-exp [B, H, tokens]
@@ -221,27 +255,22 @@ def _masks(split: Split, mask: Tensor | None) -> list[Tensor | None]:
     return list(parts)
 
 
-def _around(split: Split, key: Tensor, value: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """(rank of the ring, its keys and values), this rank's own first; the next are under way meanwhile."""
-    ring = split.ring
-    pair = (key, value)
-    held = torch.cat([as_bytes(key), as_bytes(value)]) if ring.size > 1 else None
+def _around(ring: Group, held: list[Tensor], sizes: list[list[int]]) -> Iterator[tuple[int, list[Tensor]]]:
+    """(rank of the ring, its bytes), this rank's own first; the next are under way meanwhile. sizes: of every rank's."""
+    if ring.size == 1:
+        yield 0, held
+        return
+    sent = torch.cat(held)
     for step in range(ring.size):
         source = (ring.rank - step) % ring.size
         works: list[Any] = []
+        coming = sent
         if step + 1 < ring.size:
-            assert held is not None
-            tokens = sum(split.ring_kv_lens[source - 1])
-            shapes = [(*x.shape[:2], tokens, x.shape[3]) for x in (key, value)]
-            sizes = [size_of(shape, key.dtype) for shape in shapes]
-            coming = held.new_empty(sum(sizes))
-            ways = ((dist.isend, held, 1), (dist.irecv, coming, -1))
+            coming = sent.new_empty(sum(sizes[source - 1]))
+            ways = ((dist.isend, sent, 1), (dist.irecv, coming, -1))
             operations = [dist.P2POp(op, x, ring.peer(to), ring.group) for op, x, to in ways if x.numel()]
             works = dist.batch_isend_irecv(operations) if operations else []
-        yield source, pair
+        yield source, list(sent.split(sizes[source]))
         for work in works:
             work.wait()
-        if step + 1 < ring.size:
-            held = coming
-            k, v = (from_bytes(x, key.dtype, s) for x, s in zip(coming.split(sizes), shapes, strict=True))
-            pair = (k, v)
+        sent = coming
