@@ -214,17 +214,15 @@ def arguments(query: Tensor, options: Options, recipe: Recipe, reason: str, site
 
 
 def image_kind(key: Tensor, value: Tensor, groups: int, options: Options, recipe: Recipe) -> Kind | None:
-    """The kind of image that keys and values [B, Hkv, tokens, D] under this recipe can be sent as; None: of masked keys,
-    or where Q is smoothed, which takes the keys themselves. groups: query heads of a kv head."""
+    """The kind of image that keys and values [B, Hkv, tokens, D] under this recipe can be sent as; None: of masked
+    keys, or where Q is smoothed, which takes the keys themselves. groups: query heads of a kv head."""
     if recipe.is_exact or recipe.smooth_q or options.attn_mask is not None or options.softcap:
         return None
     batch, heads, tokens, head_dim = key.shape
     return Kind((batch, heads, tokens, head_dim), value.shape[3], groups, key.dtype, key.device, recipe)
 
 
-def attend_image(
-    query: Tensor, image: Tensor, kind: Kind, options: Options, site: str
-) -> tuple[Tensor, Tensor | None]:
+def attend_image(query: Tensor, image: Tensor, kind: Kind, options: Options, site: str) -> tuple[Tensor, Tensor | None]:
     """`attend` over the image of some keys and values, counted as any quantized call."""
     args = arguments(query, options, kind.recipe, "", site)
     with ops.beside(site, kind.recipe, query.device):

@@ -1,6 +1,6 @@
 """Runs one function in several processes of a gloo group, on a CPU: what the tests of split models stand on.
 
-A worker is a function of a test module, called as worker(rank, world, *arguments); its result is returned for each rank.
+A worker is a function of a test module, called as worker(rank, world, *arguments); each rank returns a result.
 """
 
 from __future__ import annotations

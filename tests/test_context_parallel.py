@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_ranks import Wire, run
 
 import sage_patch
-from distributed_ranks import Wire, run
 from sage_patch.integrations.context_parallel import merge
 from sage_patch.integrations.tags import SiteTag
 from sage_patch.kernels import ops

@@ -11,7 +11,7 @@ What runs is decided before anything is sent, from facts that all ranks share. A
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,7 +96,7 @@ class Split:
         shapes = [(x.shape[0], n, mine, x.shape[3]) for n in self.q_heads]
         return torch.cat(self._exchange(list(x.split(self.q_lens, dim=2)), shapes), dim=1)
 
-    def _exchange(self, pieces: list[Tensor], shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    def _exchange(self, pieces: list[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         dtype = pieces[0].dtype
         found = self.ulysses.exchange([as_bytes(p) for p in pieces], [size_of(s, dtype) for s in shapes])
         return [from_bytes(x, dtype, shape) for x, shape in zip(found, shapes, strict=True)]
@@ -162,9 +162,7 @@ def _parts(
                 split.kv_heads, key.split(split.kv_heads, 1), value.split(split.kv_heads, 1), strict=True
             )
         ]
-        kinds = [
-            [kind._replace(shape=(batch, mine, n, head_dim)) for n in lengths] for lengths in split.ring_kv_lens
-        ]
+        kinds = [[kind._replace(shape=(batch, mine, n, head_dim)) for n in lengths] for lengths in split.ring_kv_lens]
         held = split.ulysses.exchange(pieces, [of.size() for of in kinds[ring.rank]])
         sizes = [[of.size() for of in row] for row in kinds]
         for source, images in _around(ring, held, sizes):
@@ -256,7 +254,7 @@ def _masks(split: Split, mask: Tensor | None) -> list[Tensor | None]:
 
 
 def _around(ring: Group, held: list[Tensor], sizes: list[list[int]]) -> Iterator[tuple[int, list[Tensor]]]:
-    """(rank of the ring, its bytes), this rank's own first; the next are under way meanwhile. sizes: of every rank's."""
+    """(rank of the ring, its bytes), this rank's own first; the next are under way meanwhile. sizes: of all."""
     if ring.size == 1:
         yield 0, held
         return

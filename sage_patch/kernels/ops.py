@@ -123,7 +123,7 @@ def prepare(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def beside(site: str, recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Count and time a quantized call that runs beside the operator; observers, who want whole tensors, do not see it."""
+    """Count and time a quantized call beside the operator; observers, who want whole tensors, do not see it."""
     add_count(CallKey(site, recipe.name, backend_for(device), ""))
     with contextlib.ExitStack() as stack:
         for watch in _STOPWATCHES:

@@ -29,7 +29,7 @@ def _fields(
     is_half = dtype in (torch.float16, torch.bfloat16)
     half = torch.float8_e4m3fn if recipe.pv == "fp8" else dtype if is_half else torch.float16
     per_channel = (batch, heads, 1, v_head_dim)
-    fields = [("k_scale", (batch, heads, tokens), _F32)]
+    fields: list[tuple[str, tuple[int, ...], torch.dtype]] = [("k_scale", (batch, heads, tokens), _F32)]
     fields += [("k_mean", (batch, heads, 1, head_dim), _F32)] * recipe.smooth_k
     fields += [("v_scale", per_channel, _F32)] * (recipe.pv == "fp8" or not is_half)
     fields += [("v_mean", per_channel, _F32)] * (recipe.pv == "fp8" and recipe.smooth_v)
