@@ -15,6 +15,7 @@ from torch import Tensor
 from sage_patch.args import Args, PageArgs, key_padding, scale_for
 from sage_patch.backends import as_run, named, why_not
 from sage_patch.kernels import crossover, ops, torch_private
+from sage_patch.kernels.images import Kind
 from sage_patch.kernels.plain import ends_within, in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
 from sage_patch.reasons import NOTE_CACHE, is_error
@@ -210,6 +211,22 @@ def arguments(query: Tensor, options: Options, recipe: Recipe, reason: str, site
         o.left, o.right, o.top_left, o.softcap, o.return_lse, o.out_layout, recipe.name, reason, site,
         o.guard_rows, o.exact_backend,
     )  # fmt: skip
+
+
+def image_kind(key: Tensor, value: Tensor, groups: int, options: Options, recipe: Recipe) -> Kind | None:
+    """The kind of image that keys and values [B, Hkv, tokens, D] under this recipe can be sent as; None: of masked
+    keys, or where Q is smoothed, which takes the keys themselves. groups: query heads of a kv head."""
+    if recipe.is_exact or recipe.smooth_q or options.attn_mask is not None or options.softcap:
+        return None
+    batch, heads, tokens, head_dim = key.shape
+    return Kind((batch, heads, tokens, head_dim), value.shape[3], groups, key.dtype, key.device, recipe)
+
+
+def attend_image(query: Tensor, image: Tensor, kind: Kind, options: Options, site: str) -> tuple[Tensor, Tensor | None]:
+    """`attend` over the image of some keys and values, counted as any quantized call."""
+    args = arguments(query, options, kind.recipe, "", site)
+    with ops.beside(site, kind.recipe, query.device):
+        return kind.attend(query, image, args)
 
 
 def attend_with_weights(

@@ -49,7 +49,7 @@ REASONS: dict[str, Reason] = {
     "causal_mask": Reason("a mask and is_causal at once, which torch's own function judges"),
     "mask_float": Reason("an additive mask, which costs the kernels more than torch"),
     "mask_block": Reason("a block mask of flex attention, which only flex attention reads"),
-    "context_parallel": Reason("the sequence is split over devices by diffusers' context parallelism"),
+    "context_parallel": Reason("the sequence is split over devices in a form that only diffusers' own code takes"),
     "function_mode": Reason("a torch function mode of diffusers waits for this very call, to change its result"),
     "argument_*": Reason("the call has the argument {}, which only its original function understands"),
     "processor_replaced": Reason("another processor than at apply(), for good or for one request, runs its own code"),

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sage_patch.integrations.context_parallel import attend_split, can_split
 from sage_patch.integrations.sdpa import RUNNING, leave, sdpa
 from sage_patch.policy import Role
 
@@ -105,23 +106,32 @@ def _dispatcher(original: Callable) -> Callable:
         backend: Any = None,
         parallel_config: Any = None,
     ) -> Tensor:
+        def untouched() -> Tensor:
+            return original(  # type: ignore[no-any-return]
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
+                backend=backend, parallel_config=parallel_config,
+            )  # fmt: skip
+
         tag = RUNNING.tag
         reason = ""
-        if parallel_config is not None:
-            reason = "context_parallel"
-        elif attention_kwargs:
+        if attention_kwargs:
             reason = f"argument_{next(iter(attention_kwargs))}"
         elif attn_mask is not None and not isinstance(attn_mask, Tensor):
             reason = "mask_block"
         if tag is None or reason:
             leave(tag, reason)
-            return original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
-                backend=backend, parallel_config=parallel_config,
-            )  # fmt: skip
-        if attn_mask is not None and tuple(attn_mask.shape) == (query.shape[0], key.shape[1]):
-            attn_mask = attn_mask[:, None, None, :]  # the dispatcher's own reading of a mask [B, kv_len]
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).transpose(1, 2)
+            return untouched()
+        mask = attn_mask
+        if mask is not None and tuple(mask.shape) == (query.shape[0], key.shape[1]):
+            mask = mask[:, None, None, :]  # the dispatcher's own reading of a mask [B, kv_len]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if parallel_config is None:
+            return sdpa(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa).transpose(1, 2)
+        split = parallel_config.context_parallel_config
+        if is_causal or not can_split(split, q, k, v, mask, enable_gqa):
+            leave(tag, "context_parallel")
+            return untouched()
+        out = attend_split(tag, split, q, k, v, mask, dropout_p, scale)
+        return untouched() if out is None else out.transpose(1, 2)
 
     return dispatch

@@ -392,15 +392,19 @@ class Call:
     """One call's packed arguments, output and workspace. `prepare` and `forward` can be launched separately (timing,
     repeated attention against one K and V); both use the stream that was current when the call was made.
 
-    Arguments are `launch`'s.
+    Arguments are `launch`'s. workspace: one that `prepare` filled for another call on such keys, on this device.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe) -> None:
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, args: Args, recipe: Recipe, workspace: Tensor | None = None
+    ) -> None:
         query, key, value, args = readable(query, key, value, args)
         plan = _plan(query, key, value, args, recipe)
         self.lib = plan.lib
         out, self.lse = plan.outputs(query)
-        self.workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
+        if workspace is None:
+            workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=query.device)
+        self.workspace = workspace
         there = _addresses(query, key, value, out, self.lse, args, plan.is_padding)
         place = self.workspace.data_ptr(), torch_private.current_stream(plan.device)
         self.args = plan.facts + POINTERS.pack_in_order(*there, *place)

@@ -121,6 +121,16 @@ def prepare(device: torch.device) -> None:
         backends.module(backend.kernels).prepare(device.index)
 
 
+@contextlib.contextmanager
+def beside(site: str, recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """Count and time a quantized call beside the operator; observers, who want whole tensors, do not see it."""
+    add_count(CallKey(site, recipe.name, backend_for(device), ""))
+    with contextlib.ExitStack() as stack:
+        for watch in _STOPWATCHES:
+            stack.enter_context(watch.running(device))
+        yield
+
+
 _LIBRARY = shared.Operators()
 _LIBRARY.define(f"attention(Tensor query, Tensor key, Tensor value, {schema()}) -> (Tensor, Tensor)")
 # `ticket` is only written so that the operator has an effect: without one a compiler may drop the call.

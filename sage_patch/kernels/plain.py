@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sage_patch.args import Args, scale_for
 from sage_patch.recipes import Recipe
-from sage_patch.reference import pages
-from sage_patch.reference.attention import quantized_attention
+from sage_patch.reference import images, pages
+from sage_patch.reference.attention import attend_keys, quantized_attention
 from sage_patch.reference.exact import exact_attention
 from sage_patch.reference.visibility import Visibility
 
@@ -62,6 +62,20 @@ def _dense(
             query, key, value, visibility, return_lse=args.return_lse, guard_rows=args.guard_rows, **options
         )
     return quantized_attention(query, key, value, visibility, recipe, return_lse=args.return_lse, **options)
+
+
+quantize_kv, image_size = images.pack, images.size
+
+
+def attend_image(
+    query: Tensor, image: Tensor, shape: tuple[int, ...], v_head_dim: int, args: Args, recipe: Recipe
+) -> tuple[Tensor, Tensor | None]:
+    """`forward` over the image of keys of this shape and values of v_head_dim, that was made by `quantize_kv`."""
+    keys = images.unpack(image, shape, v_head_dim, query.dtype, recipe)
+    scale, visibility = scale_for(args.scale, query.shape[-1]), Visibility(query.shape[2], shape[2])
+    with without_autocast(query.device):
+        out, lse = attend_keys(query, keys, visibility, recipe, scale=scale, return_lse=args.return_lse)
+    return in_layout(out, args.out_layout), lse
 
 
 @torch.compiler.assume_constant_result

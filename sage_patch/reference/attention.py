@@ -42,7 +42,7 @@ _ROWS_PER_STEP = 2048
 
 
 @dataclass(frozen=True)
-class _Keys:
+class Keys:
     """K and V of one call after smoothing and quantization, float32 holding integers and E4M3 numbers."""
 
     k: Tensor  # [B, Hkv, kv_len, D or, rotated, its width]
@@ -75,13 +75,32 @@ def quantized_attention(
     scaled scores, or None). A row that sees no key gives 0 and -inf. Inputs are not written.
     emulate_accumulator: model the 13-bit truncating FP8 accumulator within a tile (slow; small shapes).
     """
-    batch, heads, q_len, _ = query.shape
-    kv_heads = key.shape[1]
     # sums run in memory order: one order, so that any view gives the bits of its contiguous copy
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    keys = _prepare_keys(key, value, visibility, recipe)
+    keys = prepare_keys(key.contiguous(), value.contiguous(), visibility, recipe)
+    return attend_keys(
+        query, keys, visibility, recipe, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse,
+        emulate_accumulator=emulate_accumulator,
+    )  # fmt: skip
+
+
+def attend_keys(
+    query: Tensor,
+    keys: Keys,
+    visibility: Visibility,
+    recipe: Recipe,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    emulate_accumulator: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`quantized_attention` over keys and values that were quantized before."""
+    batch, heads, q_len, _ = query.shape
+    kv_heads = keys.k.shape[1]
+    query = query.contiguous()
     grouped = (batch, kv_heads, heads // kv_heads)
-    out = query.new_empty(batch, heads, q_len, value.shape[-1], dtype=torch.float32)
+    out = query.new_empty(batch, heads, q_len, keys.v.shape[-1], dtype=torch.float32)
     lse = query.new_empty(batch, heads, q_len, dtype=torch.float32)
 
     q_all = query.float()
@@ -132,7 +151,8 @@ class _Rows:
     last: int
 
 
-def _prepare_keys(key: Tensor, value: Tensor, visibility: Visibility, recipe: Recipe) -> _Keys:
+def prepare_keys(key: Tensor, value: Tensor, visibility: Visibility, recipe: Recipe) -> Keys:
+    """Contiguous key and value of a call, smoothed and quantized."""
     visible = visibility.visible_keys(key.shape[1], key.device)
     k_mean = None
     if recipe.smooth_k:
@@ -155,7 +175,7 @@ def _prepare_keys(key: Tensor, value: Tensor, visibility: Visibility, recipe: Re
         if v.dtype not in (torch.float16, torch.bfloat16):
             v, v_scale = _half_with_scale(v.float())
     half = v.dtype
-    return _Keys(
+    return Keys(
         k=k_int.values.float(),
         k_scale=k_int.scale,
         k_smooth=k_float if recipe.smooth_q else None,
@@ -177,7 +197,7 @@ def _half_with_scale(v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _mainloop(
     rows: _Rows,
-    keys: _Keys,
+    keys: Keys,
     visibility: Visibility,
     recipe: Recipe,
     softcap: float,
@@ -231,7 +251,7 @@ def _exp2(x: Tensor) -> Tensor:
 
 def _tile_scores(
     rows: _Rows,
-    keys: _Keys,
+    keys: Keys,
     visibility: Visibility,
     recipe: Recipe,
     softcap: float,
@@ -304,7 +324,7 @@ def _bias_log2(bias: Tensor) -> Tensor:
 
 
 def _epilogue(
-    out: Tensor, top: Tensor, total: Tensor, shift: Tensor, keys: _Keys, sink_logit: Tensor | None
+    out: Tensor, top: Tensor, total: Tensor, shift: Tensor, keys: Keys, sink_logit: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dead = total == 0
     denominator = total
