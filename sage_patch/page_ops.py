@@ -7,6 +7,7 @@ depends on the capacity alone.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +161,7 @@ def _length_fake(held: Tensor) -> Tensor:
     return held.new_empty(())
 
 
-_BODIES = {
+_BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "pages_append": (_append, lambda *_: None),
     "pages_attend": (_attend, _attend_fake),
     "pages_dequantize": (_dequantize, _dequantize_fake),
