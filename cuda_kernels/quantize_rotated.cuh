@@ -27,18 +27,21 @@ template<int DIM, Mode MODE> struct RotatedShare {
   }
   SAGE2_DEV static int channel(int piece) { return (piece * kLanes + thread_index() % kLanes) * 8; }
 
-  SAGE2_DEV void load_set(const Head &h, const Rows &rows, int set, int block, bool wanted) {
+  SAGE2_DEV void load_set(const Head &h, const Rows &rows, int set, int block, const Lie &lie) {
     #pragma unroll
     for (int i = 0; i < kPieces; i++)
-      load_plain(x[set * kPieces + i], h, rows, block * kTileTokens + token() + set * kSetTokens, channel(i), wanted);
+      load_plain(x[set * kPieces + i], h, rows, block * kTileTokens + token() + set * kSetTokens, channel(i), lie);
   }
-  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, bool wanted) {
+  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, const Lie &lie) {
     #pragma unroll
-    for (int set = 0; set < kSets; set++) load_set(h, rows, set, block, wanted);
+    for (int set = 0; set < kSets; set++) load_set(h, rows, set, block, lie);
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token();
-    load_some<MODE>(
+    if (is_ahead(MODE)) load_looked_up(
+        p, h, rows, x, [&](int i) { return first + i / kPieces * kSetTokens; },
+        [&](int i) { return channel(i % kPieces); });
+    else load_some<MODE>(
         p, h, rows, x, [&](int i) { return first + i / kPieces * kSetTokens; },
         [&](int i) { return channel(i % kPieces); });
   }
@@ -77,8 +80,9 @@ template<int DIM, Mode MODE> struct RotatedShare {
 
   // As RowShare's. mean: in shared memory.
   template<bool ALL>
-  SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const float *mean, int block, bool more) {
-    constexpr bool kAsked = !is_plain(MODE), kOnce = DIM <= 128;
+  SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const float *mean, int block,
+                            const Lie &next) {
+    constexpr bool kAsked = MODE == kAny, kOnce = DIM <= 128;
     const bool int4 = kAsked && p.int4, packed = kAsked && DIM <= 128 && p.int4 == kPackedInt4;
     uint32_t there = ~0u;  // bit i: the key of set i exists
     if (!ALL) {
@@ -92,7 +96,7 @@ template<int DIM, Mode MODE> struct RotatedShare {
     for (int set = 0; set < kSets; set++) {
       rotated_keys(p, set, mean, there >> set & 1, f[kOnce ? set : 0]);
       top = largest_of(f[kOnce ? set : 0], top);
-      if (kOnce && ALL) load_set(h, rows, set, block + 1, more);
+      if (kOnce && ALL) load_set(h, rows, set, block + 1, next);
     }
     const Int8Scale s8 = int8_scale_in_line(__reduce_max_sync(~0u, magnitude(top)), int4);
     const int64_t image = h.image + block;
@@ -107,7 +111,7 @@ template<int DIM, Mode MODE> struct RotatedShare {
         rotated_keys(p, set, mean, there >> set & 1, f[0]);
       }
       store_set(out, set, packed, f[kOnce ? set : 0], s8.inverse);
-      if (!kOnce && ALL) load_set(h, rows, set, block + 1, more);
+      if (!kOnce && ALL) load_set(h, rows, set, block + 1, next);
     }
   }
 };

@@ -67,11 +67,15 @@ template<int DIM, bool FP16, Mode MODE, bool ROTATE> static void prepare(const P
   memset(smem, 0xFF, sizeof smem);
   simulator::launch(grid, kThreads, 0, [&] { quantize<DIM, FP16, MODE, ROTATE>(p, range, c->size); });
   memset(smem, 0xFF, sizeof smem);
-  simulator::launch(1, kRepairThreads, 0, [&] { repair<DIM, FP16>(p, range, c->size); });
+  simulator::launch(1, kRepairThreads, 0, [&] { repair<FP16>(p, range, c->size); });
 }
 template<int DIM, bool FP16> static void prepare(const Params &p, const PrepareCall *c) {
   const Mode mode = mode_of(p);
-  if (mode == kAny || (DIM > 128 && p.rotate)) prepare<DIM, FP16, kAny, false>(p, c);
+  if (mode == kAny || (!is_plain(mode) && (DIM > 128 || p.rotate)) || (DIM > 128 && p.rotate))
+    prepare<DIM, FP16, kAny, false>(p, c);
+  else if (!is_plain(mode))
+    mode == kLookedUpBf16 ? prepare<DIM, FP16, kLookedUpBf16, false>(p, c)
+                          : prepare<DIM, FP16, kLookedUpFp16, false>(p, c);
   else if (p.rotate)
     mode == kPlainBf16 ? prepare<DIM, FP16, kPlainBf16, true>(p, c) : prepare<DIM, FP16, kPlainFp16, true>(p, c);
   else mode == kPlainBf16 ? prepare<DIM, FP16, kPlainBf16, false>(p, c) : prepare<DIM, FP16, kPlainFp16, false>(p, c);
