@@ -92,26 +92,22 @@ template<bool B> struct Bool { static constexpr bool value = B; };
 // `share`. ALL: all 128 exist, and it reads the next block ahead.
 template<Mode MODE, class S, class F>
 SAGE2_DEV void walk(const Params &p, const Head &h, const Rows &rows, const Span &span, S &share, F write) {
-  int block = span.first;
-  Lie lie = {};
-  if (is_ahead(MODE)) lie = lie_of<MODE>(p, h, block, span.whole, span.last);
+  Lie lie = lie_of<MODE>(p, h, span.first, span.whole, span.last);
   #pragma unroll 1
-  while (true) {
-    if constexpr (is_ahead(MODE)) {
-      #pragma unroll 1
-      while (lie.whole) {
-        const Lie next = lie_of<MODE>(p, h, block + 1, span.whole, span.last);
-        write(Bool<true>(), block++, next);
-        lie = next;
-      }
-    }
-    if (block >= span.last) return;
+  for (int block = span.first; block < span.last;) {
     if (!is_plain(MODE) && !lie.ahead) share.load_block(p, h, rows, block);
-    write(Bool<false>(), block++, lie);
-    if (is_plain(MODE)) return;
-    if constexpr (is_ahead(MODE)) {
+    if (is_ahead(MODE) && lie.whole) {
+      #pragma unroll 1
+      do {
+        const Lie next = lie_of<MODE>(p, h, block + 1, span.whole, span.last);
+        write(Bool<is_ahead(MODE)>(), block++, next);
+        lie = next;
+      } while (lie.whole);
+    } else {
+      write(Bool<false>(), block++, lie);
+      if (is_plain(MODE)) return;
       lie = lie_of<MODE>(p, h, block, span.whole, span.last);
-      share.load(h, rows, block, lie);
+      lie.ahead = false;
     }
   }
 }

@@ -77,6 +77,7 @@ struct Lie {
 };
 // Of plain rows: block `block` of those up to `last`, of which those before `whole` have all their keys.
 template<Mode MODE> SAGE2_DEV Lie lie_of(const Params &p, const Head &h, int block, int whole, int last) {
+  if (!is_ahead(MODE)) return {};
   Lie lie = {0, block < last, block < whole};
   if (is_plain(MODE)) return lie;
   if (p.key_index && lie.ahead) {
@@ -98,16 +99,17 @@ SAGE2_DEV void load_plain(uint4 &x, const Head &h, const Rows &rows, int key, in
   load_if(x, from + (int64_t)(min(key, h.keys - 1) + lie.shift) * ((int)rows.stride * 2),
           lie.ahead && channel < rows.channels);
 }
-// Of plain rows, the place of each looked up in the index of keys.
+// Of plain rows, each looked up: in their index, if there is one.
 template<int N, class K, class C>
 SAGE2_DEV void load_looked_up(const Params &p, const Head &h, const Rows &rows, uint4 (&x)[N], K key, C channel) {
-  const int32_t *const index = index_of(p, h);
   int zero = 0;
   #pragma unroll
   for (int i = 0; i < N; i++) {
     forget(zero);  // one address after the other: registers that are not there
-    const int place = __ldg(index + min(key(i) + zero, h.keys - 1));
-    load_if(x[i], rows.first + (int64_t)place * (int)rows.stride + channel(i), channel(i) < rows.channels);
+    int place = min(key(i) + zero, h.keys - 1);
+    const int c = channel(i) + zero;
+    if (p.key_index) place = __ldg(index_of(p, h) + place);
+    load_if(x[i], rows.first + (int64_t)place * (int)rows.stride + c, c < rows.channels);
   }
 }
 // x[i] becomes eight channels, from channel(i) on, of key(i); zeros where there is no such key. Rows that are not

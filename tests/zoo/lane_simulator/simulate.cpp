@@ -69,16 +69,17 @@ template<int DIM, bool FP16, Mode MODE, bool ROTATE> static void prepare(const P
   memset(smem, 0xFF, sizeof smem);
   simulator::launch(1, kRepairThreads, 0, [&] { repair<FP16>(p, range, c->size); });
 }
-template<int DIM, bool FP16> static void prepare(const Params &p, const PrepareCall *c) {
+template<int DIM, bool FP16, bool ROTATE> static void prepare(const Params &p, const PrepareCall *c) {
   const Mode mode = mode_of(p);
-  if (mode == kAny || (!is_plain(mode) && (DIM > 128 || p.rotate)) || (DIM > 128 && p.rotate))
-    prepare<DIM, FP16, kAny, false>(p, c);
-  else if (!is_plain(mode))
-    mode == kLookedUpBf16 ? prepare<DIM, FP16, kLookedUpBf16, false>(p, c)
-                          : prepare<DIM, FP16, kLookedUpFp16, false>(p, c);
-  else if (p.rotate)
-    mode == kPlainBf16 ? prepare<DIM, FP16, kPlainBf16, true>(p, c) : prepare<DIM, FP16, kPlainFp16, true>(p, c);
-  else mode == kPlainBf16 ? prepare<DIM, FP16, kPlainBf16, false>(p, c) : prepare<DIM, FP16, kPlainFp16, false>(p, c);
+  if (mode == kAny || (DIM > 128 && (p.rotate || !is_plain(mode)))) return prepare<DIM, FP16, kAny, false>(p, c);
+  if (mode == kPlainFp16) return prepare<DIM, FP16, kPlainFp16, ROTATE>(p, c);
+  if (mode == kPlainBf16) return prepare<DIM, FP16, kPlainBf16, ROTATE>(p, c);
+  if constexpr (DIM <= 128)
+    mode == kLookedUpFp16 ? prepare<DIM, FP16, kLookedUpFp16, ROTATE>(p, c)
+                          : prepare<DIM, FP16, kLookedUpBf16, ROTATE>(p, c);
+}
+template<int DIM, bool FP16> static void prepare(const Params &p, const PrepareCall *c) {
+  p.rotate ? prepare<DIM, FP16, DIM <= 128>(p, c) : prepare<DIM, FP16, false>(p, c);
 }
 
 extern "C" int simulate_prepare(const PrepareCall *c) {
