@@ -8,6 +8,9 @@ alignas(1024) unsigned char smem[48 << 10];
 }  // namespace sage2
 #include "fwd_mma.cuh"
 #include "quantize_repair.cuh"
+#undef __shared__
+#define __shared__ static  // one CTA runs at a time
+#include "mask_tiles.cuh"
 
 using namespace sage2;
 
@@ -114,6 +117,43 @@ extern "C" int simulate_prepare(const PrepareCall *c) {
   if (padded == 64) c->fp16_pv ? prepare<64, true>(p, c) : prepare<64, false>(p, c);
   else if (padded == 128) c->fp16_pv ? prepare<128, true>(p, c) : prepare<128, false>(p, c);
   else c->fp16_pv ? prepare<256, true>(p, c) : prepare<256, false>(p, c);
+  return 0;
+}
+
+// Mirrored by `MaskCall`. A contiguous mask; rows: 1 if it says the same to all rows.
+struct MaskCall {
+  const void *mask;
+  const int32_t *kv_lens;
+  uint32_t *bits, *lists, *seen;
+  uint8_t *classes;
+  int32_t *counts;
+  int32_t kind, mb, mh, rows, q_len, kv_len, blocks, q_tiles, tile_rows, top_left, left, right;
+};
+extern "C" int simulate_mask(const MaskCall *c) {
+  Params p = {};
+  Mask &m = p.mask;
+  m = {c->mask, (int64_t)(c->mb > 1) * c->mh * c->rows * c->kv_len, (int64_t)(c->mh > 1) * c->rows * c->kv_len,
+       c->rows > 1 ? c->kv_len : 0, 1, c->kind, c->mb, c->mh};
+  m.bits = c->bits;
+  m.classes = c->classes;
+  m.lists = c->lists;
+  m.counts = c->counts;
+  m.seen = c->seen;
+  m.q_pad = c->q_tiles * c->tile_rows;
+  p.kv_lens = c->kv_lens;
+  p.q_len = c->q_len;
+  p.kv_len = c->kv_len;
+  p.blocks = c->blocks;
+  p.q_tiles = c->q_tiles;
+  p.tile_rows = c->tile_rows;
+  p.top_left = c->top_left;
+  p.left = c->left;
+  p.right = c->right;
+  const int planes = c->mb * c->mh;
+  if (c->rows == 1)
+    return simulator::launch(planes * c->q_tiles, kKeyMaskThreads, 0, [&] { pack_key_mask(p); }), 0;
+  simulator::launch(planes * (m.q_pad / kGroupRows) * c->blocks, kTileTokens, 0, [&] { pack_mask(p); });
+  simulator::launch(planes * c->q_tiles, 32, 0, [&] { list_tiles(p); });
   return 0;
 }
 
