@@ -1,6 +1,6 @@
-// Mask tensors -> bits of partly hidden key tiles, lists of the key tiles that a query tile walks, the keys that any row
-// sees: what Mask of params.h points to. Two ways: a mask of rows and keys is looked at everywhere, by two launches; a
-// mask that says the same to all rows once a key, by one.
+// Mask tensors -> bits of partly hidden key tiles, lists of the key tiles that a query tile walks, the keys that any
+// row sees: what Mask of params.h points to. Two ways: a mask of rows and keys is looked at everywhere, by two
+// launches; a mask that says the same to all rows once a key, by one.
 #pragma once
 #include "params.h"
 #include "ptx.cuh"
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(32) list_tiles(const __grid_constant__ Params 
   if (threadIdx.x == 0) m.counts[q_tile] = count;
 }
 
-// A mask that says the same to all rows of a plane: a CTA makes all that the two kernels above do for a query tile, from
-// one look at each key, kChunk key tiles at a time, the last ones first.
+// A mask that says the same to all rows of a plane: a CTA makes all that the two kernels above do for a query tile,
+// from one look at each key, kChunk key tiles at a time, the last ones first.
 constexpr int kKeyMaskThreads = 256, kChunk = 32;
 __global__ void __launch_bounds__(kKeyMaskThreads) pack_key_mask(const __grid_constant__ Params p) {
   __shared__ uint32_t seen[4 * kChunk], whole[4 * kChunk];  // a bit for each key: seen; and nothing is added

@@ -120,7 +120,8 @@ SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uin
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
   RowShare<DIM, MODE> share(threadIdx.x);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
-                                                 rank == 0, head, 0, [&] { load_first<MODE>(p, h, rows, span, share); });
+                                                 rank == 0, head, 0,
+                                                 [&] { load_first<MODE>(p, h, rows, span, share); });
   let_the_next_begin();
   float mean[8];
   if (is_ahead(MODE)) load8(vectors.mean + share.channel, mean);
@@ -139,7 +140,8 @@ SAGE2_DEV void quantize_rotated_keys(const Params &p, int head, int rank, int it
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
   RotatedShare<DIM, MODE> share;
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
-                                                 rank == 0, head, 0, [&] { load_first<MODE>(p, h, rows, span, share); });
+                                                 rank == 0, head, 0,
+                                                 [&] { load_first<MODE>(p, h, rows, span, share); });
   let_the_next_begin();
   walk<MODE>(p, h, rows, span, share, [&](auto all, int block, const Lie &next) {
     share.template write_keys<decltype(all)::value>(p, h, rows, vectors.mean, block, next);
@@ -179,7 +181,8 @@ SAGE2_DEV void quantize_values(const Params &p, VRange range, int items, uint8_t
     const Rows rows = values_of(p, h, work.part);
     const Span span = span_of(h, work.rank, items);
     sample<DIM, STRIDE, kThreads, MODE, true, FP16>(p, h, rows, range, *(Partial<DIM> *)images, vectors, work.rank == 0,
-                                                    work.head, work.part * 128, [&] { load_first<MODE>(p, h, rows, span, share); });
+                                                    work.head, work.part * 128,
+                                                    [&] { load_first<MODE>(p, h, rows, span, share); });
     if (DIM < STRIDE && work.rank == 0 && value_parts(p) == 1) {  // nothing is there
       const int64_t place = (int64_t)work.head * STRIDE + DIM + threadIdx.x;
       p.images.v_mean[place] = p.images.v_scale[place] = 0.f;

@@ -41,14 +41,12 @@ template<int DIM, Mode MODE> struct ColumnShare {
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token;
-    if (is_ahead(MODE)) load_looked_up(
-        p, h, rows, x, [&](int i) { return first + step(i % 4); }, [&](int i) { return channel + i / 4 * 32; });
-    else load_some<MODE>(
+    load_rows<MODE>(
         p, h, rows, x, [&](int i) { return first + step(i % 4); }, [&](int i) { return channel + i / 4 * 32; });
   }
 
-  // Into the image at `base + at`, STAGED or as it will lie (at: its size, or 0). ALL: each key exists, and those of the
-  // next block, if they lie so, are read as soon as their registers are free.
+  // Into the image at `base + at`, STAGED or as it will lie (at: its size, or 0). ALL: each key exists, and those of
+  // the next block, if they lie so, are read as soon as their registers are free.
   template<bool ALL, bool STAGED>
   SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, const Vectors<DIM> &of, uint8_t *base,
                               int at, int block, const Lie &next) {

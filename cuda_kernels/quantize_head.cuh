@@ -9,8 +9,9 @@
 namespace sage2 {
 namespace {
 
-// What the inputs are like. Plain: rows of 16-byte pieces, INT8; so rows are read ahead while others are written. Looked
-// up: such rows, but an index or the bits of a mask leave some keys out. Any: one by one, for unaligned views and INT4.
+// What the inputs are like. Plain: rows of 16-byte pieces, INT8; so rows are read ahead while others are written.
+// Looked up: such rows, but an index or the bits of a mask leave some keys out. Any: one by one, for unaligned views
+// and INT4.
 enum Mode { kPlainFp16, kPlainBf16, kLookedUpFp16, kLookedUpBf16, kAny };
 SAGE2_HD constexpr bool is_plain(Mode mode) { return mode <= kPlainBf16; }
 SAGE2_HD constexpr bool is_ahead(Mode mode) { return mode < kAny; }
@@ -135,6 +136,12 @@ SAGE2_DEV void load_some(const Params &p, const Head &h, const Rows &rows, uint4
         x[N - 1] = load_channels(row_of<MODE>(p, h, rows, key(i)), channel(i), rows.channels, 0);
     }
   }
+}
+// Either, of a block that was not read ahead. Of plain rows x is anything where there is no such key.
+template<Mode MODE, int N, class K, class C>
+SAGE2_DEV void load_rows(const Params &p, const Head &h, const Rows &rows, uint4 (&x)[N], K key, C channel) {
+  if (is_ahead(MODE)) load_looked_up(p, h, rows, x, key, channel);
+  else load_some<MODE>(p, h, rows, x, key, channel);
 }
 
 }  // namespace

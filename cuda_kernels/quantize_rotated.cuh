@@ -38,10 +38,7 @@ template<int DIM, Mode MODE> struct RotatedShare {
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token();
-    if (is_ahead(MODE)) load_looked_up(
-        p, h, rows, x, [&](int i) { return first + i / kPieces * kSetTokens; },
-        [&](int i) { return channel(i % kPieces); });
-    else load_some<MODE>(
+    load_rows<MODE>(
         p, h, rows, x, [&](int i) { return first + i / kPieces * kSetTokens; },
         [&](int i) { return channel(i % kPieces); });
   }

@@ -37,8 +37,7 @@ template<int DIM, Mode MODE> struct RowShare {
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token;
-    if (is_ahead(MODE)) load_looked_up(p, h, rows, x, [&](int i) { return first + step(i); }, [&](int) { return channel; });
-    else load_some<MODE>(p, h, rows, x, [&](int i) { return first + step(i); }, [&](int) { return channel; });
+    load_rows<MODE>(p, h, rows, x, [&](int i) { return first + step(i); }, [&](int) { return channel; });
   }
   SAGE2_DEV uint32_t present(const Params &p, const Head &h, int block) const {  // bit i: the key of x[i] exists
     uint32_t there = 0;

@@ -1,5 +1,5 @@
-"""The mask kernels on a CPU, lane by lane: what a mask says is what the attention kernels are told, whether it is looked
-at once a key or everywhere.
+"""The mask kernels on a CPU, lane by lane: what a mask says is what the attention kernels are told, whether it is
+looked at once a key or everywhere.
 """
 
 from __future__ import annotations

@@ -132,8 +132,14 @@ struct MaskCall {
 extern "C" int simulate_mask(const MaskCall *c) {
   Params p = {};
   Mask &m = p.mask;
-  m = {c->mask, (int64_t)(c->mb > 1) * c->mh * c->rows * c->kv_len, (int64_t)(c->mh > 1) * c->rows * c->kv_len,
-       c->rows > 1 ? c->kv_len : 0, 1, c->kind, c->mb, c->mh};
+  m = {c->mask,
+       (int64_t)(c->mb > 1) * c->mh * c->rows * c->kv_len,
+       (int64_t)(c->mh > 1) * c->rows * c->kv_len,
+       c->rows > 1 ? c->kv_len : 0,
+       1,
+       c->kind,
+       c->mb,
+       c->mh};
   m.bits = c->bits;
   m.classes = c->classes;
   m.lists = c->lists;
@@ -150,8 +156,7 @@ extern "C" int simulate_mask(const MaskCall *c) {
   p.left = c->left;
   p.right = c->right;
   const int planes = c->mb * c->mh;
-  if (c->rows == 1)
-    return simulator::launch(planes * c->q_tiles, kKeyMaskThreads, 0, [&] { pack_key_mask(p); }), 0;
+  if (c->rows == 1) return simulator::launch(planes * c->q_tiles, kKeyMaskThreads, 0, [&] { pack_key_mask(p); }), 0;
   simulator::launch(planes * (m.q_pad / kGroupRows) * c->blocks, kTileTokens, 0, [&] { pack_mask(p); });
   simulator::launch(planes * c->q_tiles, 32, 0, [&] { list_tiles(p); });
   return 0;
