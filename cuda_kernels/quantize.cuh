@@ -7,7 +7,7 @@
 //    64      4           128        64 / 64
 //   128      4           128        128 / 128
 //   256      2           255        128 / 64
-// FP16: 2 CTAs at 255. So too where K and V are not plain; nothing is read ahead there.
+// FP16 V, rotated keys: 2 CTAs at 255. So too where rows are not aligned, and INT4; nothing is read ahead there.
 // Shared memory: shared_bytes(), at most 34 KB.
 #pragma once
 #include "quantize_columns.cuh"
@@ -30,7 +30,7 @@ constexpr int kMostRotated = 256;
 constexpr int kMostRotated = 128;
 #endif
 SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM
-  return is_plain(mode) && dim <= 128 && !fp16 && !rotate ? kMostCtas : 2;
+  return is_ahead(mode) && dim <= 128 && !fp16 && !rotate ? kMostCtas : 2;
 }
 template<int DIM> constexpr int kValues = DIM > 128 ? 128 : DIM;  // channels of V that a part has
 

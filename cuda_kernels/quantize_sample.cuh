@@ -145,7 +145,7 @@ SAGE2_DEV void sample(const Params &p, const Head &h, const Rows &rows, VRange r
                       Vectors<WIDTH> &to, bool leads, int head, int channel0, F meanwhile) {
   constexpr int kChunks = WIDTH / 8;
   const bool smooth = IS_V ? p.smooth_v : p.smooth_k;
-  constexpr int kUnits = kMeanGroups * kChunks, kAtOnce = kUnits > THREADS && is_ahead(MODE) ? 2 : 1;
+  constexpr int kUnits = kMeanGroups * kChunks, kAtOnce = kUnits > THREADS && is_plain(MODE) ? 2 : 1;
   #pragma unroll 1
   for (int first = threadIdx.x; first < kUnits; first += kAtOnce * THREADS) {
     const auto group = [&](int n) { return (first + n * THREADS) / kChunks; };
