@@ -80,7 +80,8 @@ SAGE2_DEV void let_the_next_begin() {
   grid_dependency_trigger();
 }
 
-// A CTA's first block. These loads are on their way while the smoothing vectors are formed.
+// A CTA's first block. Plain rows are on their way while the smoothing vectors are formed; where keys are looked up
+// there are no registers for that.
 template<Mode MODE, class S>
 SAGE2_DEV void load_first(const Params &p, const Head &h, const Rows &rows, const Span &span, S &share) {
   if (is_ahead(MODE)) share.load(h, rows, span.first, lie_of<MODE>(p, h, span.first, span.whole, span.last));
@@ -119,9 +120,10 @@ SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uin
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
   RowShare<DIM, MODE> share(threadIdx.x);
+  if (is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
-                                                 rank == 0, head, 0,
-                                                 [&] { load_first<MODE>(p, h, rows, span, share); });
+                                                 rank == 0, head, 0);
+  if (!is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   let_the_next_begin();
   float mean[8];
   if (is_ahead(MODE)) load8(vectors.mean + share.channel, mean);
@@ -139,9 +141,10 @@ SAGE2_DEV void quantize_rotated_keys(const Params &p, int head, int rank, int it
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
   RotatedShare<DIM, MODE> share;
+  if (is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
-                                                 rank == 0, head, 0,
-                                                 [&] { load_first<MODE>(p, h, rows, span, share); });
+                                                 rank == 0, head, 0);
+  if (!is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   let_the_next_begin();
   walk<MODE>(p, h, rows, span, share, [&](auto all, int block, const Lie &next) {
     share.template write_keys<decltype(all)::value>(p, h, rows, vectors.mean, block, next);
@@ -180,9 +183,10 @@ SAGE2_DEV void quantize_values(const Params &p, VRange range, int items, uint8_t
     const Head h = head_of(p, work.head);
     const Rows rows = values_of(p, h, work.part);
     const Span span = span_of(h, work.rank, items);
+    if (is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
     sample<DIM, STRIDE, kThreads, MODE, true, FP16>(p, h, rows, range, *(Partial<DIM> *)images, vectors, work.rank == 0,
-                                                    work.head, work.part * 128,
-                                                    [&] { load_first<MODE>(p, h, rows, span, share); });
+                                                    work.head, work.part * 128);
+    if (!is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
     if (DIM < STRIDE && work.rank == 0 && value_parts(p) == 1) {  // nothing is there
       const int64_t place = (int64_t)work.head * STRIDE + DIM + threadIdx.x;
       p.images.v_mean[place] = p.images.v_scale[place] = 0.f;

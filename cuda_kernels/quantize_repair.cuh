@@ -51,8 +51,7 @@ template<bool FP16>
 SAGE2_DEV void repair_values(const Params &p, const Head &h, int head, int slice, VRange range, RepairShared &sh) {
   const Rows rows = rows_of(p.v, h.v + slice * kSlice, p.v_head_dim - slice * kSlice);
   float *const scales = p.images.v_scale + (int64_t)head * padded_dim(p.head_dim) + slice * kSlice;
-  sample<kSlice, kSlice, kRepairThreads, kAny, true, FP16>(p, h, rows, range, sh.partial, sh.vectors, false, head, 0,
-                                                           [] {});
+  sample<kSlice, kSlice, kRepairThreads, kAny, true, FP16>(p, h, rows, range, sh.partial, sh.vectors, false, head, 0);
   true_maxima(p, h, rows, sh);
   for (int i = threadIdx.x; i < kSlice; i += kRepairThreads)
     if (range.is_beyond(__fmul_rn(__uint_as_float(sh.amax[i]), sh.vectors.inverse[i])))

@@ -78,21 +78,24 @@ template<bool FP16> SAGE2_DEV void v_scale_of(uint32_t bits, float limit, float 
   }
 }
 
-// A sample group of eight channels: its tokens, and what is kept of them. Values that are not finite count as zero for
-// the sum, and not at all for the extremes.
-constexpr int kGroupSamples = kMeanSamples / kMeanGroups;
-SAGE2_DEV int sampled_key(const Head &h, int group, int i) {
-  const int s = group + i * kMeanGroups;
-  return s < mean_samples(h.keys) ? mean_token(s, h.keys) : h.keys;  // there is none
-}
+// One sample group of eight channels. Values that are not finite count as zero for the sum, and not at all for the
+// extremes.
 template<int WIDTH, Mode MODE, bool IS_V>
-SAGE2_DEV void sum_group(const Params &p, const Head &h, const uint4 (&x)[kGroupSamples], int group, int chunk,
-                         Partial<WIDTH> &to) {
+SAGE2_DEV void sample_group(const Params &p, const Head &h, const Rows &rows, int group, int chunk,
+                            Partial<WIDTH> &to) {
+  constexpr int kEach = kMeanSamples / kMeanGroups;
+  const int samples = mean_samples(h.keys);
   const bool bf16 = is_bf16<MODE>(p);
+  const auto key = [&](int i) {
+    const int s = group + i * kMeanGroups;
+    return s < samples ? mean_token(s, h.keys) : h.keys;  // there is none
+  };
+  uint4 x[kEach];
+  load_some<MODE>(p, h, rows, x, key, [&](int) { return chunk * 8; });
   float sum[8] = {};
   Extremes range = no_values(bf16);
   #pragma unroll
-  for (int i = 0; i < kGroupSamples; i++) {
+  for (int i = 0; i < kEach; i++) {
     float f[8];
     widen(x[i], bf16, f);
     uint32_t w[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
@@ -104,7 +107,7 @@ SAGE2_DEV void sum_group(const Params &p, const Head &h, const uint4 (&x)[kGroup
       }
       sum[e] = __fadd_rn(sum[e], f[e]);
     }
-    if (IS_V && exists<MODE>(p, h, sampled_key(h, group, i))) extend(range, as_uint4(w), bf16);
+    if (IS_V && exists<MODE>(p, h, key(i))) extend(range, as_uint4(w), bf16);
   }
   float *const out = &to.sum[group][chunk * 8];
   *(float4 *)out = make_float4(sum[0], sum[1], sum[2], sum[3]);
@@ -138,27 +141,15 @@ SAGE2_DEV void sampled_range(const Partial<WIDTH> &partial, int channel, bool bf
 
 // The vectors of K, or of V with the scales that the sample gives, by a whole CTA. leads: it writes them where they
 // belong, `head` and `channel0` of arrays of STRIDE channels. A channel without a usable sample gets scale zero and an
-// inverse that everything but the mean itself overflows. meanwhile: called when the samples are there, for loads that
-// are on their way while the rest is done.
-template<int WIDTH, int STRIDE, int THREADS, Mode MODE, bool IS_V, bool FP16, class F>
+// inverse that everything but the mean itself overflows.
+template<int WIDTH, int STRIDE, int THREADS, Mode MODE, bool IS_V, bool FP16>
 SAGE2_DEV void sample(const Params &p, const Head &h, const Rows &rows, VRange range, Partial<WIDTH> &partial,
-                      Vectors<WIDTH> &to, bool leads, int head, int channel0, F meanwhile) {
+                      Vectors<WIDTH> &to, bool leads, int head, int channel0) {
   constexpr int kChunks = WIDTH / 8;
   const bool smooth = IS_V ? p.smooth_v : p.smooth_k;
-  constexpr int kUnits = kMeanGroups * kChunks, kAtOnce = kUnits > THREADS && is_plain(MODE) ? 2 : 1;
   #pragma unroll 1
-  for (int first = threadIdx.x; first < kUnits; first += kAtOnce * THREADS) {
-    const auto group = [&](int n) { return (first + n * THREADS) / kChunks; };
-    const int chunk = first % kChunks;
-    uint4 x[kAtOnce][kGroupSamples];
-    #pragma unroll
-    for (int n = 0; n < kAtOnce; n++)
-      load_some<MODE>(
-          p, h, rows, x[n], [&](int i) { return sampled_key(h, group(n), i); }, [&](int) { return chunk * 8; });
-    #pragma unroll
-    for (int n = 0; n < kAtOnce; n++) sum_group<WIDTH, MODE, IS_V>(p, h, x[n], group(n), chunk, partial);
-  }
-  meanwhile();
+  for (int u = threadIdx.x; u < kMeanGroups * kChunks; u += THREADS)
+    sample_group<WIDTH, MODE, IS_V>(p, h, rows, u / kChunks, u % kChunks, partial);
   __syncthreads();
   #pragma unroll 1
   for (int channel = threadIdx.x; channel < WIDTH; channel += THREADS) {
