@@ -7,7 +7,7 @@
 //    64      4           128        64 / 64
 //   128      4           128        128 / 128
 //   256      2           255        128 / 64
-// FP16: 2 CTAs at 255. So too where K and V are not plain; nothing is read ahead there.
+// FP16 V, rotated keys: 2 CTAs at 255. So too where rows are not aligned, and INT4; nothing is read ahead there.
 // Shared memory: shared_bytes(), at most 34 KB.
 #pragma once
 #include "quantize_columns.cuh"
@@ -23,8 +23,10 @@ constexpr int kMostCtas = 4;
 #else
 constexpr int kMostCtas = 2;  // 128 registers do not do there
 #endif
-SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {  // an SM; rotated keys: 168 registers
-  return !is_plain(mode) || dim > 128 || fp16 ? 2 : rotate && dim == 128 && kMostCtas > 3 ? 3 : kMostCtas;
+// An SM. Rotated keys take 168 registers, fewer fit where they are looked up.
+SAGE2_HD constexpr int ctas(int dim, bool fp16, Mode mode, bool rotate) {
+  if (!is_ahead(mode) || dim > 128 || fp16 || (rotate && !is_plain(mode))) return 2;
+  return rotate && dim == 128 && kMostCtas > 3 ? 3 : kMostCtas;
 }
 template<int DIM> constexpr int kValues = DIM > 128 ? 128 : DIM;  // channels of V that a part has
 
@@ -74,6 +76,39 @@ SAGE2_DEV void let_the_next_begin() {
   grid_dependency_trigger();
 }
 
+// A CTA's first block. Plain rows are on their way while the smoothing vectors are formed; where keys are looked up
+// there are no registers for that.
+template<Mode MODE, class S>
+SAGE2_DEV void load_first(const Params &p, const Head &h, const Rows &rows, const Span &span, S &share) {
+  if (is_ahead(MODE)) share.load(h, rows, span.first, lie_of<MODE>(p, h, span.first, span.whole, span.last));
+}
+
+template<bool B> struct Bool { static constexpr bool value = B; };
+
+// A CTA's blocks, one after the other: write(Bool<ALL>, block, how the next one lies) has the keys of `block` in
+// `share`. ALL: all 128 exist, and it reads the next block ahead.
+template<Mode MODE, class S, class F>
+SAGE2_DEV void walk(const Params &p, const Head &h, const Rows &rows, const Span &span, S &share, F write) {
+  Lie lie = lie_of<MODE>(p, h, span.first, span.whole, span.last);
+  #pragma unroll 1
+  for (int block = span.first; block < span.last;) {
+    if (!is_plain(MODE) && !lie.ahead) share.load_block(p, h, rows, block);
+    if (is_ahead(MODE) && lie.whole) {
+      #pragma unroll 1
+      do {
+        const Lie next = lie_of<MODE>(p, h, block + 1, span.whole, span.last);
+        write(Bool<is_ahead(MODE)>(), block++, next);
+        lie = next;
+      } while (lie.whole);
+    } else {
+      write(Bool<false>(), block++, lie);
+      if (is_plain(MODE)) return;
+      lie = lie_of<MODE>(p, h, block, span.whole, span.last);
+      lie.ahead = false;
+    }
+  }
+}
+
 template<int DIM, Mode MODE>
 SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uint8_t *smem) {
   const Head h = head_of(p, head);
@@ -81,25 +116,17 @@ SAGE2_DEV void quantize_keys(const Params &p, int head, int rank, int items, uin
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
   RowShare<DIM, MODE> share(threadIdx.x);
-  if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
+  if (is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
                                                  rank == 0, head, 0);
+  if (!is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   let_the_next_begin();
   float mean[8];
-  int block = span.first;
-  if constexpr (is_plain(MODE)) {
-    load8(vectors.mean + share.channel, mean);
-    #pragma unroll 1
-    for (; block < span.whole; block++) share.template write_keys<true>(p, h, rows, mean, block, block + 1 < span.last);
-    if (block < span.last) share.template write_keys<false>(p, h, rows, mean, block, false);
-  } else {
-    #pragma unroll 1
-    for (; block < span.last; block++) {
-      share.load_block(p, h, rows, block);
-      load8(vectors.mean + share.channel, mean);  // not kept from block to block
-      share.template write_keys<false>(p, h, rows, mean, block, false);
-    }
-  }
+  if (is_ahead(MODE)) load8(vectors.mean + share.channel, mean);
+  walk<MODE>(p, h, rows, span, share, [&](auto all, int block, const Lie &next) {
+    if (!is_ahead(MODE)) load8(vectors.mean + share.channel, mean);  // not kept from block to block
+    share.template write_keys<decltype(all)::value>(p, h, rows, mean, block, next);
+  });
 }
 
 // The same of keys that are rotated, whose lanes have too many channels for their means to be kept.
@@ -110,27 +137,18 @@ SAGE2_DEV void quantize_rotated_keys(const Params &p, int head, int rank, int it
   Vectors<DIM> &vectors = *(Vectors<DIM> *)smem;
   const Rows rows = rows_of(p.k, h.k, p.head_dim);
   RotatedShare<DIM, MODE> share;
-  if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
+  if (is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   sample<DIM, DIM, kThreads, MODE, false, false>(p, h, rows, VRange(), *(Partial<DIM> *)(&vectors + 1), vectors,
                                                  rank == 0, head, 0);
+  if (!is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
   float4 *const start = (float4 *)(&vectors + 1);  // in the place of the partial sums
   if (threadIdx.x < 32) share.start_from(vectors.mean, start);
   __syncthreads();
   const uint32_t signs = rotation_signs<DIM>(is_bf16<MODE>(p));
   let_the_next_begin();
-  int block = span.first;
-  if constexpr (is_plain(MODE)) {
-    #pragma unroll 1
-    for (; block < span.whole; block++)
-      share.template write_keys<true>(p, h, rows, start, signs, block, block + 1 < span.last);
-    if (block < span.last) share.template write_keys<false>(p, h, rows, start, signs, block, false);
-  } else {
-    #pragma unroll 1
-    for (; block < span.last; block++) {
-      share.load_block(p, h, rows, block);
-      share.template write_keys<false>(p, h, rows, start, signs, block, false);
-    }
-  }
+  walk<MODE>(p, h, rows, span, share, [&](auto all, int block, const Lie &next) {
+    share.template write_keys<decltype(all)::value>(p, h, rows, start, signs, block, next);
+  });
 }
 
 // An image that the CTA has put together in shared memory to where it belongs, whole lines at a time. The CTA meets
@@ -147,10 +165,10 @@ SAGE2_DEV void send_image(uint8_t *to, const uint8_t *from, int bytes) {
 // A block of V: E4M3 through shared memory, at `at` of `images`.
 template<bool ALL, int DIM, bool FP16, class S>
 SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, S &share, const Vectors<DIM> &vectors,
-                            uint8_t *images, int at, uint8_t *image, int block, bool more) {
-  if constexpr (FP16) share.template write_values<ALL>(p, h, rows, vectors, image, block, more);
+                            uint8_t *images, int at, uint8_t *image, int block, const Lie &next) {
+  if constexpr (FP16) share.template write_values<ALL>(p, h, rows, vectors, image, block, next);
   else {
-    share.template write_values<ALL, true>(p, h, rows, vectors, images, at, block, more);
+    share.template write_values<ALL, true>(p, h, rows, vectors, images, at, block, next);
     send_image(image, images + at, v_image_bytes(DIM, false));
   }
 }
@@ -165,9 +183,10 @@ SAGE2_DEV void quantize_values(const Params &p, VRange range, int items, uint8_t
     const Head h = head_of(p, work.head);
     const Rows rows = values_of(p, h, work.part);
     const Span span = span_of(h, work.rank, items);
-    if (is_plain(MODE)) share.load(h, rows, span.first, span.first < span.last);
+    if (is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
     sample<DIM, STRIDE, kThreads, MODE, true, FP16>(p, h, rows, range, *(Partial<DIM> *)images, vectors, work.rank == 0,
                                                     work.head, work.part * 128);
+    if (!is_plain(MODE)) load_first<MODE>(p, h, rows, span, share);
     if (DIM < STRIDE && work.rank == 0 && value_parts(p) == 1) {  // nothing is there
       const int64_t place = (int64_t)work.head * STRIDE + DIM + threadIdx.x;
       p.images.v_mean[place] = p.images.v_scale[place] = 0.f;
@@ -179,23 +198,12 @@ SAGE2_DEV void quantize_values(const Params &p, VRange range, int items, uint8_t
   const Rows rows = values_of(p, h, work.part);
   const Span span = span_of(h, work.rank, items);
   uint8_t *image = value_image<DIM, FP16>(p, h, work.part, span.first);
-  int block = span.first, at = 0;
-  const auto next = [&] {
+  int at = 0;
+  walk<MODE>(p, h, rows, span, share, [&](auto all, int block, const Lie &next) {
+    write_values<decltype(all)::value, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, next);
     at ^= (int)v_image_bytes(DIM, false);
     image += v_image_bytes(DIM, FP16);
-  };
-  if constexpr (is_plain(MODE)) {
-    #pragma unroll 1
-    for (; block < span.whole; block++, next())
-      write_values<true, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, block + 1 < span.last);
-    if (block < span.last) write_values<false, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, false);
-  } else {
-    #pragma unroll 1
-    for (; block < span.last; block++, next()) {
-      share.load_block(p, h, rows, block);
-      write_values<false, DIM, FP16>(p, h, rows, share, vectors, images, at, image, block, false);
-    }
-  }
+  });
   const int any = __syncthreads_or(range.is_beyond(share.worst));
   if (threadIdx.x == 0) p.overflow[blockIdx.x] = any;
 }
@@ -205,11 +213,11 @@ template<int DIM, bool FP16, Mode MODE, bool ROTATE>
 __global__ void __launch_bounds__(kThreads, ctas(DIM, FP16, MODE, ROTATE))
     quantize(const __grid_constant__ Params p, VRange range, int items) {
   extern __shared__ __align__(128) uint8_t smem[];
-  if (!is_plain(MODE)) grid_dependency_wait();  // for an index of keys, their number, or bits of a mask
+  if (p.key_index || p.mask.data) grid_dependency_wait();  // for the keys' index and number, or bits of a mask
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.images.counter = 0;
   const Work work = work_of(p, items);
   if (work.part < 0) {
-    if (ROTATE || (!is_plain(MODE) && p.rotate))
+    if (ROTATE || (MODE == kAny && p.rotate))
       quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
     else quantize_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
   } else if constexpr (has_values<FP16>()) quantize_values<kValues<DIM>, DIM, FP16, MODE>(p, range, items, smem);

@@ -30,26 +30,26 @@ template<int DIM, Mode MODE> struct ColumnShare {
     return (i & 1) + (i & 2) * 4;
   }  // tokens from the first to the lane's i-th
 
-  SAGE2_DEV void load(const Head &h, const Rows &rows, int c, int block, bool wanted) {
+  SAGE2_DEV void load(const Head &h, const Rows &rows, int c, int block, const Lie &lie) {
     #pragma unroll
     for (int i = 0; i < 4; i++)
-      load_plain(x[4 * c + i], h, rows, block * kTileTokens + token + step(i), channel + c * 32, wanted);
+      load_plain(x[4 * c + i], h, rows, block * kTileTokens + token + step(i), channel + c * 32, lie);
   }
-  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, bool wanted) {
+  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, const Lie &lie) {
     #pragma unroll
-    for (int c = 0; c < kGroups; c++) load(h, rows, c, block, wanted);
+    for (int c = 0; c < kGroups; c++) load(h, rows, c, block, lie);
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token;
-    load_some<MODE>(
+    load_rows<MODE>(
         p, h, rows, x, [&](int i) { return first + step(i % 4); }, [&](int i) { return channel + i / 4 * 32; });
   }
 
-  // Into the image at `base + at`, STAGED or as it will lie (at: its size, or 0). ALL: each key exists, and if there is
-  // more, those of the next block are read as soon as their registers are free.
+  // Into the image at `base + at`, STAGED or as it will lie (at: its size, or 0). ALL: each key exists, and those of
+  // the next block, if they lie so, are read as soon as their registers are free.
   template<bool ALL, bool STAGED>
   SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, const Vectors<DIM> &of, uint8_t *base,
-                              int at, int block, bool more) {
+                              int at, int block, const Lie &next) {
     const bool bf16 = is_bf16<MODE>(p);
     bool there[4];
     #pragma unroll
@@ -75,7 +75,7 @@ template<int DIM, Mode MODE> struct ColumnShare {
         *(uint32_t *)(base + (word ^ (e + 1) << 4) + (c * 32 + e + 1) * kVPitch) =
             pack_e4m3(hi[0], hi[1], hi[2], hi[3]);
       }
-      if (ALL) load(h, rows, c, block + 1, more);
+      if (ALL) load(h, rows, c, block + 1, next);
     }
   }
 };

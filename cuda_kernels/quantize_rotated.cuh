@@ -27,18 +27,18 @@ template<int DIM, Mode MODE> struct RotatedShare {
   }
   SAGE2_DEV static int channel(int piece) { return (piece * kLanes + thread_index() % kLanes) * 8; }
 
-  SAGE2_DEV void load_set(const Head &h, const Rows &rows, int set, int block, bool wanted) {
+  SAGE2_DEV void load_set(const Head &h, const Rows &rows, int set, int block, const Lie &lie) {
     #pragma unroll
     for (int i = 0; i < kPieces; i++)
-      load_plain(x[set * kPieces + i], h, rows, block * kTileTokens + token() + set * kSetTokens, channel(i), wanted);
+      load_plain(x[set * kPieces + i], h, rows, block * kTileTokens + token() + set * kSetTokens, channel(i), lie);
   }
-  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, bool wanted) {
+  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, const Lie &lie) {
     #pragma unroll
-    for (int set = 0; set < kSets; set++) load_set(h, rows, set, block, wanted);
+    for (int set = 0; set < kSets; set++) load_set(h, rows, set, block, lie);
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token();
-    load_some<MODE>(
+    load_rows<MODE>(
         p, h, rows, x, [&](int i) { return first + i / kPieces * kSetTokens; },
         [&](int i) { return channel(i % kPieces); });
   }
@@ -99,8 +99,8 @@ template<int DIM, Mode MODE> struct RotatedShare {
   // As RowShare's. start: start_from()'s, in shared memory.
   template<bool ALL>
   SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const float4 *start, uint32_t signs,
-                            int block, bool more) {
-    constexpr bool kAsked = !is_plain(MODE);
+                            int block, const Lie &next) {
+    constexpr bool kAsked = MODE == kAny;
     const bool int4 = kAsked && p.int4, packed = kAsked && DIM <= 128 && p.int4 == kPackedInt4;
     uint32_t there = ~0u;  // bit i: the key of set i exists
     if (!ALL) {
@@ -135,7 +135,7 @@ template<int DIM, Mode MODE> struct RotatedShare {
         for (int i = 0; i < kPieces; i++) words[half][i] = pack_s8(f[i][0], f[i][1], f[i][2], f[i][3], s8.inverse);
       }
       store_set(out, set, packed, words);
-      if (ALL) load_set(h, rows, set, block + 1, more);
+      if (ALL) load_set(h, rows, set, block + 1, next);
     }
   }
 };

@@ -28,16 +28,16 @@ template<int DIM, Mode MODE> struct RowShare {
   // Tokens from x[0]'s to x[i]'s: whole groups of eight, after which swizzles repeat, but for dim 256.
   SAGE2_HD static constexpr int step(int i) { return kAtOnce > 1 ? i * 4 * kAtOnce : i / 2 * 8 + i % 2; }
 
-  SAGE2_DEV void load(const Head &h, const Rows &rows, int i, int block, bool wanted) {
-    load_plain(x[i], h, rows, block * kTileTokens + token + step(i), channel, wanted);
+  SAGE2_DEV void load(const Head &h, const Rows &rows, int i, int block, const Lie &lie) {
+    load_plain(x[i], h, rows, block * kTileTokens + token + step(i), channel, lie);
   }
-  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, bool wanted) {
+  SAGE2_DEV void load(const Head &h, const Rows &rows, int block, const Lie &lie) {
     #pragma unroll
-    for (int i = 0; i < kLoads; i++) load(h, rows, i, block, wanted);
+    for (int i = 0; i < kLoads; i++) load(h, rows, i, block, lie);
   }
   SAGE2_DEV void load_block(const Params &p, const Head &h, const Rows &rows, int block) {
     const int first = block * kTileTokens + token;
-    load_some<MODE>(p, h, rows, x, [&](int i) { return first + step(i); }, [&](int) { return channel; });
+    load_rows<MODE>(p, h, rows, x, [&](int i) { return first + step(i); }, [&](int) { return channel; });
   }
   SAGE2_DEV uint32_t present(const Params &p, const Head &h, int block) const {  // bit i: the key of x[i] exists
     uint32_t there = 0;
@@ -55,7 +55,7 @@ template<int DIM, Mode MODE> struct RowShare {
   }
   // The lane's largest magnitude of centred keys, where each of them exists: from the extremes of each channel.
   SAGE2_DEV float largest_of_all(const float (&mean)[8]) const {
-    constexpr bool kBf16 = MODE == kPlainBf16;
+    constexpr bool kBf16 = MODE % 2;
     Extremes range = no_values(kBf16);
     #pragma unroll
     for (int i = 0; i < kLoads; i++) extend<true>(range, x[i], kBf16);
@@ -80,13 +80,13 @@ template<int DIM, Mode MODE> struct RowShare {
     return top;
   }
 
-  // The block's INT8 keys of this warp and their scale. ALL: each key exists, and if there is more, those of the next
-  // block are read as soon as their registers are free.
+  // The block's INT8 keys of this warp and their scale. ALL: each key exists, and those of the next block, if they lie
+  // so, are read as soon as their registers are free.
   template<bool ALL>
   SAGE2_DEV void write_keys(const Params &p, const Head &h, const Rows &rows, const float (&mean)[8], int block,
-                            bool more) {
+                            const Lie &next) {
     const uint32_t there = ALL ? ~0u : present(p, h, block);
-    constexpr bool kAsked = !is_plain(MODE);
+    constexpr bool kAsked = MODE == kAny;
     const bool int4 = kAsked && p.int4, packed = kAsked && DIM <= 128 && p.int4 == kPackedInt4;
     const float top = ALL ? largest_of_all(mean) : largest(p, mean, there);
     const Int8Scale s8 = int8_scale(__reduce_max_sync(~0u, magnitude(top)), int4);
@@ -105,14 +105,14 @@ template<int DIM, Mode MODE> struct RowShare {
       else
         *(uint2 *)(out + (kAtOnce == 1 && i % 2 ? at ^ 16 : at) + step(i) * kPitch) = {
             pack_s8(f[0], f[1], f[2], f[3], s8.inverse), pack_s8(f[4], f[5], f[6], f[7], s8.inverse)};
-      if (ALL) load(h, rows, i, block + 1, more);
+      if (ALL) load(h, rows, i, block + 1, next);
     }
   }
 
   // The same of 16-bit V, which is scaled so that any bf16 fits fp16.
   template<bool ALL>
   SAGE2_DEV void write_values(const Params &p, const Head &h, const Rows &rows, const Vectors<DIM> &of, uint8_t *image,
-                              int block, bool more) {
+                              int block, const Lie &next) {
     const uint32_t there = ALL ? ~0u : present(p, h, block);
     float mean[8], inverse[8];
     load8(of.mean + channel, mean);
@@ -130,7 +130,7 @@ template<int DIM, Mode MODE> struct RowShare {
       }
       *(uint4 *)(out + step(i) * 128) = {pack_f16(f[0], f[1]), pack_f16(f[2], f[3]), pack_f16(f[4], f[5]),
                                          pack_f16(f[6], f[7])};
-      if (ALL) load(h, rows, i, block + 1, more);
+      if (ALL) load(h, rows, i, block + 1, next);
     }
   }
 };

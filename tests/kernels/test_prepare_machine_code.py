@@ -29,8 +29,8 @@ def test_loops() -> None:
         if name is None or int(name[3]) not in PLAIN or name[4] == "1":  # rotated keys have no budget yet
             continue
         dim, fp16 = int(name[1]), int(name[2])
-        values, keys = loops(machine_code.instructions(text))  # in this order
         width = min(dim, 128)
+        values, keys = loops(machine_code.instructions(text), width // 8)  # in this order
         stores = {"STG.E.128": width // 8} if fp16 else {"STS": width // 4}
         assert loads(values) == width // 8 and stores.items() <= values.items(), (dim, fp16, values)
         assert loads(keys) == dim // 8 and keys["STG.E.64"] == dim // 8 and keys["REDUX.MAX"] == 1, (dim, fp16, keys)
@@ -43,14 +43,15 @@ def loads(counts: collections.Counter[str]) -> int:
     return sum(n for operation, n in counts.items() if operation.startswith("LDG") and ".128" in operation)
 
 
-def loops(code: list[machine_code.Instruction]) -> list[collections.Counter[str]]:
-    """Counts of operations of each loop that reads at least eight rows."""
+def loops(code: list[machine_code.Instruction], rows: int) -> list[collections.Counter[str]]:
+    """Counts of operations of each innermost loop that reads at least so many rows."""
     index = {address: i for i, (address, _, _) in enumerate(code)}
-    found = []
+    found: dict[int, collections.Counter[str]] = {}  # by where it begins; the innermost ends first
     for i, (address, operation, operands) in enumerate(code):
         target = re.search(r"0x([0-9a-f]+)", operands) if operation.startswith("BRA") else None
         if target and int(target[1], 16) < address and int(target[1], 16) in index:
-            body = collections.Counter(x[1] for x in code[index[int(target[1], 16)] : i + 1])
-            if loads(body) >= 8:
-                found.append(body)
-    return found
+            first = index[int(target[1], 16)]
+            body = collections.Counter(x[1] for x in code[first : i + 1])
+            if loads(body) >= rows and not any(inner >= first for inner in found):
+                found[first] = body
+    return list(found.values())

@@ -152,6 +152,45 @@ def mask_bits(visible: Tensor, plain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _unsigned(bits), _unsigned(lists), counts
 
 
+class MaskCall(ctypes.Structure):
+    """MaskCall of lane_simulator/simulate.cpp."""
+
+    _fields_ = [
+        (name, ctypes.c_void_p) for name in "mask kv_lens bits lists seen classes counts".split()
+    ] + [
+        (name, ctypes.c_int32)
+        for name in "kind mb mh rows q_len kv_len blocks q_tiles tile_rows top_left left right".split()
+    ]  # fmt: skip
+
+
+def simulate_mask(
+    library: ctypes.CDLL, mask: Tensor, q_len: int, *, kv_lens: list[int] | None = None, top_left: bool = False,
+    left: int = NO_LIMIT, right: int = NO_LIMIT,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What the mask kernels make of a mask [mb, mh, q_len or 1, kv_len]: bits, lists and counts as mask_bits has them,
+    and `seen`, the bits of the keys that any row of an item sees."""
+    mb, mh, rows, kv_len = mask.shape
+    blocks, q_tiles = -(-kv_len // ti.TILE_TOKENS), -(-q_len // ROWS)
+    planes = mb * mh
+    out = {
+        "bits": torch.full((planes, q_tiles, blocks, ROWS // 64, 256), -1, dtype=torch.int32),
+        "lists": torch.zeros(planes, q_tiles, blocks, dtype=torch.int32),
+        "counts": torch.full((planes, q_tiles), -1, dtype=torch.int32),
+        "seen": torch.zeros(mb, blocks * 4, dtype=torch.int32),
+    }
+    scratch = torch.zeros(planes, q_tiles * (ROWS // 64), blocks, dtype=torch.uint8)
+    lens = None if kv_lens is None else torch.tensor(kv_lens, dtype=torch.int32)
+    mask = mask.contiguous()
+    call = MaskCall(
+        mask=mask.data_ptr(), classes=scratch.data_ptr(), kv_lens=None if lens is None else lens.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in out.items()},
+        kind=MASK_KINDS[mask.dtype], mb=mb, mh=mh, rows=rows, q_len=q_len, kv_len=kv_len, blocks=blocks,
+        q_tiles=q_tiles, tile_rows=ROWS, top_left=top_left, left=left, right=right,
+    )  # fmt: skip
+    library.simulate_mask(ctypes.byref(call))
+    return out
+
+
 def _unsigned(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
 

@@ -193,8 +193,10 @@ inline int __syncthreads_or(int x) {
   __syncthreads();
   return any;
 }
+inline int __syncthreads_and(int x) { return !__syncthreads_or(!x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void atomicMax(uint32_t *p, uint32_t x) { *p = max(*p, x); }
+inline void atomicOr(uint32_t *p, uint32_t x) { *p |= x; }
 inline int __any_sync(unsigned m, int x) { return __reduce_or_sync(m, x != 0) != 0; }
 inline int __all_sync(unsigned m, int x) { return !__any_sync(m, !x); }
 template<class T> T __ldg(const T *p) { return *p; }

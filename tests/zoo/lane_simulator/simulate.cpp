@@ -9,6 +9,9 @@ alignas(1024) unsigned char smem[48 << 10];
 #include "fwd_mma.cuh"
 #include "pages_attend_mma.cuh"
 #include "quantize_repair.cuh"
+#undef __shared__
+#define __shared__ static  // one CTA runs at a time
+#include "mask_tiles.cuh"
 
 using namespace sage2;
 
@@ -68,14 +71,19 @@ template<int DIM, bool FP16, Mode MODE, bool ROTATE> static void prepare(const P
   memset(smem, 0xFF, sizeof smem);
   simulator::launch(grid, kThreads, 0, [&] { quantize<DIM, FP16, MODE, ROTATE>(p, range, c->size); });
   memset(smem, 0xFF, sizeof smem);
-  simulator::launch(1, kRepairThreads, 0, [&] { repair<DIM, FP16>(p, range, c->size); });
+  simulator::launch(1, kRepairThreads, 0, [&] { repair<FP16>(p, range, c->size); });
+}
+template<int DIM, bool FP16, bool ROTATE> static void prepare(const Params &p, const PrepareCall *c) {
+  const Mode mode = mode_of(p);
+  if (mode == kAny || (DIM > 128 && (p.rotate || !is_plain(mode)))) return prepare<DIM, FP16, kAny, false>(p, c);
+  if (mode == kPlainFp16) return prepare<DIM, FP16, kPlainFp16, ROTATE>(p, c);
+  if (mode == kPlainBf16) return prepare<DIM, FP16, kPlainBf16, ROTATE>(p, c);
+  if constexpr (DIM <= 128)
+    mode == kLookedUpFp16 ? prepare<DIM, FP16, kLookedUpFp16, ROTATE>(p, c)
+                          : prepare<DIM, FP16, kLookedUpBf16, ROTATE>(p, c);
 }
 template<int DIM, bool FP16> static void prepare(const Params &p, const PrepareCall *c) {
-  const Mode mode = mode_of(p);
-  if (mode == kAny || (DIM > 128 && p.rotate)) prepare<DIM, FP16, kAny, false>(p, c);
-  else if (p.rotate)
-    mode == kPlainBf16 ? prepare<DIM, FP16, kPlainBf16, true>(p, c) : prepare<DIM, FP16, kPlainFp16, true>(p, c);
-  else mode == kPlainBf16 ? prepare<DIM, FP16, kPlainBf16, false>(p, c) : prepare<DIM, FP16, kPlainFp16, false>(p, c);
+  p.rotate ? prepare<DIM, FP16, DIM <= 128>(p, c) : prepare<DIM, FP16, false>(p, c);
 }
 
 extern "C" int simulate_prepare(const PrepareCall *c) {
@@ -110,6 +118,48 @@ extern "C" int simulate_prepare(const PrepareCall *c) {
   if (padded == 64) c->fp16_pv ? prepare<64, true>(p, c) : prepare<64, false>(p, c);
   else if (padded == 128) c->fp16_pv ? prepare<128, true>(p, c) : prepare<128, false>(p, c);
   else c->fp16_pv ? prepare<256, true>(p, c) : prepare<256, false>(p, c);
+  return 0;
+}
+
+// Mirrored by `MaskCall`. A contiguous mask; rows: 1 if it says the same to all rows.
+struct MaskCall {
+  const void *mask;
+  const int32_t *kv_lens;
+  uint32_t *bits, *lists, *seen;
+  uint8_t *classes;
+  int32_t *counts;
+  int32_t kind, mb, mh, rows, q_len, kv_len, blocks, q_tiles, tile_rows, top_left, left, right;
+};
+extern "C" int simulate_mask(const MaskCall *c) {
+  Params p = {};
+  Mask &m = p.mask;
+  m = {c->mask,
+       (int64_t)(c->mb > 1) * c->mh * c->rows * c->kv_len,
+       (int64_t)(c->mh > 1) * c->rows * c->kv_len,
+       c->rows > 1 ? c->kv_len : 0,
+       1,
+       c->kind,
+       c->mb,
+       c->mh};
+  m.bits = c->bits;
+  m.classes = c->classes;
+  m.lists = c->lists;
+  m.counts = c->counts;
+  m.seen = c->seen;
+  m.q_pad = c->q_tiles * c->tile_rows;
+  p.kv_lens = c->kv_lens;
+  p.q_len = c->q_len;
+  p.kv_len = c->kv_len;
+  p.blocks = c->blocks;
+  p.q_tiles = c->q_tiles;
+  p.tile_rows = c->tile_rows;
+  p.top_left = c->top_left;
+  p.left = c->left;
+  p.right = c->right;
+  const int planes = c->mb * c->mh;
+  if (c->rows == 1) return simulator::launch(planes * c->q_tiles, kKeyMaskThreads, 0, [&] { pack_key_mask(p); }), 0;
+  simulator::launch(planes * (m.q_pad / kGroupRows) * c->blocks, kTileTokens, 0, [&] { pack_mask(p); });
+  simulator::launch(planes * c->q_tiles, 32, 0, [&] { list_tiles(p); });
   return 0;
 }
 
