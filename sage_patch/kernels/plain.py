@@ -152,6 +152,8 @@ class OneSlab:
     length: int = 0
     first_slab: int = 0
     slab_pages: int = 8
+    held: Tensor | None = None
+    settled: bool = False
 
     @property
     def dim(self) -> int:

@@ -94,4 +94,4 @@ def of_the_card(stages: Stages, recipe: str, **options: Any) -> tuple[Tensor, Te
     if not os.environ.get("SAGE_PATCH_TEST_BACKEND"):
         return stages.out, stages.lse
     out, lse = forward_mma.attend(stages, recipe=recipe, accumulator=FP16, **options)
-    return out[..., : stages.out.shape[-1]], lse
+    return out[..., : stages.out.shape[-1]].to(stages.out.dtype), lse
