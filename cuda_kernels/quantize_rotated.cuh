@@ -13,7 +13,8 @@ namespace {
 
 template<int DIM, Mode MODE> struct RotatedShare {
   static constexpr int kLanes = 4, kPieces = DIM / 8 / kLanes;
-  static constexpr int kSets = 4, kSetTokens = kTileTokens / kSets;  // a set: a key in every four lanes; to the next one
+  static constexpr int kSets = 4,
+                       kSetTokens = kTileTokens / kSets;  // a set: a key in every four lanes; to the next one
   uint4 x[kSets * kPieces];
 
   SAGE2_DEV RotatedShare() {

@@ -1,8 +1,8 @@
 // The rotation of a row of Q or K before it is quantized: its vector times a Hadamard matrix, over the row's width. A
 // Hadamard matrix is a product of one factor for each bit of the channel's number. Two orders of work:
 //
-// rotate(), of fp32: each number over the width first, which is exact; then sums and differences of channels 1, 2, 4, ..
-// apart, each rounded to fp32 (sage_patch/reference/rotation.py). Pages use it, and vectors of means.
+// rotate(), of fp32: each number over the width first, which is exact; then sums and differences of channels 1, 2, 4,
+// .. apart, each rounded to fp32 (sage_patch/reference/rotation.py). Pages use it, and vectors of means.
 //
 // rotate_piece(), of 16-bit rows as they lie in memory: the tensor cores do bits 0 and 2 to 4, 16 channels an
 // instruction, and sums and differences in registers the others (sage_patch/reference/emulator/rotation.py). No number
@@ -64,10 +64,10 @@ template<int WIDTH> SAGE2_DEV uint32_t rotation_signs(bool bf16) {
   const uint32_t one = bf16 ? (127 - kLog) << 7 : (15 - kLog) << 10;
   return one * 0x10001u ^ (uint32_t)(__popc(k & n) & 1) << 15 ^ (uint32_t)__popc((k + 1) & n) << 31;
 }
-// A piece is 32 channels of eight rows: lane (g, t) holds channels 8 t .. 8 t + 7 of row g. The instruction's rows g and
-// g + 8 are the channels of the row whose bit 1 is clear and set, its two halves of k those whose bit 2 is. f, of one
-// half of the piece (bit 2 of what comes out): channels 8 t + 4 half + {0, 1} and {2, 3}, between which bit 1 is left to
-// do; on entry what the sums start from.
+// A piece is 32 channels of eight rows: lane (g, t) holds channels 8 t .. 8 t + 7 of row g. The instruction's rows g
+// and g + 8 are the channels of the row whose bit 1 is clear and set, its two halves of k those whose bit 2 is. f, of
+// one half of the piece (bit 2 of what comes out): channels 8 t + 4 half + {0, 1} and {2, 3}, between which bit 1 is
+// left to do; on entry what the sums start from.
 SAGE2_DEV void rotate_piece(float (&f)[4], const uint4 &x, int half, uint32_t signs, bool bf16) {
   const uint32_t a[4] = {x.x, x.y, x.z, x.w}, last = half ? signs ^ 0x80008000u : signs;
   if (bf16) mma_bf16(f, a, signs, last);

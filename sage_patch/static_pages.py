@@ -119,7 +119,7 @@ class StaticPages:
         """Attention of the last q_len stored tokens' queries [batch, Hq, q_len, head_dim], counted as quantized with
         the note "cache".
 
-        Returns [batch, q_len, Hq, head_dim] contiguous, in query's dtype. args.attn_mask: over the slots 0 .. width - 1.
+        Returns [batch, q_len, Hq, head_dim] contiguous, in query's dtype. args.attn_mask: over slots 0 .. width - 1.
         """
         out: Tensor = page_ops.attend(
             query.to(self.dtype), self.store, self.table, self.k_mean, self.v_mean, self.held, self.max_length,

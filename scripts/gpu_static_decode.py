@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Milliseconds a token of a whole model that decodes over a long cache on this GPU, 16-bit and quantized caches.
 
-    python scripts/gpu_static_decode.py --out static_decode.json [--layers 32] [--length 32768] [--steps 24] [--forms ...]
+    python scripts/gpu_static_decode.py --out decode.json [--layers 32] [--length 32768] [--steps 24] [--forms ...]
 
 The shape of Llama-3-8B with random weights in bf16, batch 1, greedy steps that feed their token back. All forms begin
 with the same keys and values, those of a prompt of random tokens. Forms: static_sdpa and
@@ -39,7 +39,8 @@ def llama(layers: int) -> nn.Module:
     """Llama-3-8B's shape."""
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        num_key_value_heads=8, max_position_embeddings=131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     )  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def _rank(
 ) -> None:
     sys.path[:] = paths
     torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))  # as torchrun has them
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         value = getattr(importlib.import_module(called[0]), called[1])(rank, world, *arguments)

@@ -15,9 +15,11 @@ from tiny import EVERYTHING, EXACT, relative_l1, text_config
 
 def sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    mesh = dist.init_device_mesh("cpu", (world,))
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).eval()
+    config = DistributedConfig(tp_plan="auto", tp_size=world)
+    mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, device_mesh=mesh).eval()
     ids = torch.arange(40)[None] % 90 + 3
     with torch.no_grad():
         plain = model(ids).logits
@@ -40,7 +42,7 @@ def test_two_ranks_of_a_text_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(text_config()).eval()
+    model = AutoModelForCausalLM.from_config(text_config(vocab_size=100)).eval()
     model.save_pretrained(tmp_path / "model")
     ids = torch.arange(40)[None] % 90 + 3
     with torch.no_grad(), sage_patch.applied(model, EVERYTHING):
@@ -52,4 +54,4 @@ def test_two_ranks_of_a_text_model(tmp_path: Path) -> None:
         assert of["same"]
         assert relative_l1(torch.from_numpy(of["logits"]), whole) < 1e-4  # heads are quantized each for itself
         assert of["quantized"] >= 4
-        assert of["heads"] <= {1}  # one of the two kv heads
+        assert of["heads"] == {1}  # one of the two kv heads

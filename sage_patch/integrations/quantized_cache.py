@@ -39,9 +39,9 @@ class QuantizedCache(Cache):
     "cache_materialized" in sage_patch.stats().
 
     config: the model's. max_cache_len: allocate the layers without a window for this many tokens at once, and refuse
-    more; None: grow as needed. rotated: keys are held multiplied by a Hadamard matrix, which spreads large channels over
-    all of them (docs/numerics.md). Of an encoder-decoder model, either half of an EncoderDecoderCache may be one. Raises
-    TypeError for what is no configuration, ValueError for models whose layers it cannot hold.
+    more; None: grow as needed. rotated: keys are held multiplied by a Hadamard matrix, which spreads large channels
+    over all of them (docs/numerics.md). Of an encoder-decoder model, either half of an EncoderDecoderCache may be one.
+    Raises TypeError for what is no configuration, ValueError for models whose layers it cannot hold.
     """
 
     layers: list[QuantizedCacheLayer]  # type: ignore[assignment]

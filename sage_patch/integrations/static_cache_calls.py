@@ -96,7 +96,7 @@ def attend_static(
 
 
 def run_of(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a bool mask [B, 1, 1, keys]: int32 [B], the first key seen, and the key behind the last one seen if all between
+    """Of a bool mask [B, 1, 1, keys]: int32 [B], the first key seen, and the key behind the last one if all between
     are seen, else 0. Where the tokens end there, the mask says no more than its start does."""
     row = mask[:, 0, 0]
     index = torch.arange(1, row.shape[-1] + 1, dtype=torch.int32, device=mask.device)

@@ -21,7 +21,8 @@ CALL = CStruct(
     length="i", slab_pages="i", first_slab="i", causal="i", left="i", scale="f", softcap="f",
     mask_first="i", mask_columns="i", settled="i", rotate="i",
     q="P", k="P", v="P", out="P", lse="P", slabs="P", tail="P", k_mean="P", v_mean="P", kv_starts="P", mask="P",
-    sinks="P", held="P", mask_until="P", q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", mask_strides="4q",
+    sinks="P", held="P", mask_until="P",
+    q_strides="3q", k_strides="3q", v_strides="3q", out_strides="3q", mask_strides="4q",
 )  # fmt: skip
 PLACE = CStruct(workspace="P", workspace_bytes="N", stream="P")
 SIZE = CALL.size + PLACE.size
@@ -65,7 +66,8 @@ def append(pages: Store, key: Tensor, value: Tensor) -> None:
     """Write `key` and `value` [batch, num_kv_heads, n, head_dim] behind the store's `length` tokens: into the tail, and
     into every page that they touch. With less than a page stored, the means are taken anew, of all tokens.
 
-    The slabs must be there; `pages.length` is the caller's to advance, `pages.held` is advanced here. Pages of dropped slabs are not written.
+    The slabs must be there; `pages.length` is the caller's to advance, `pages.held` is advanced here. Pages of
+    dropped slabs are not written.
     """
     key, value = _rows(key), _rows(value)
     index = key.get_device()
