@@ -217,11 +217,7 @@ __global__ void __launch_bounds__(kThreads, ctas(DIM, FP16, MODE, ROTATE))
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.images.counter = 0;
   const Work work = work_of(p, items);
   if (work.part < 0) {
-<<<<<<< HEAD
     if (ROTATE || (MODE == kAny && p.rotate)) quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
-=======
-    if (ROTATE || (!is_plain(MODE) && p.rotate)) quantize_rotated_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
->>>>>>> main
     else quantize_keys<DIM, MODE>(p, work.head, work.rank, items, smem);
   } else if constexpr (has_values<FP16>()) quantize_values<kValues<DIM>, DIM, FP16, MODE>(p, range, items, smem);
 }
