@@ -76,7 +76,7 @@ def check(pages: Pages, query: Tensor, key: Tensor, value: Tensor, limit: float 
     near, near_lse = near.double(), near_lse.double()
     if len(live):  # parts are summed in another order, P refers to another maximum: a code here and there
         assert (out - near)[~dead].abs().sum() / near[~dead].abs().sum() < 0.02
-        assert (lse - near_lse)[~dead].abs().max() < 0.01
+        assert (lse - near_lse)[~dead].abs().max() < 1 / 64  # one code of P, of the few keys that a window leaves
 
 
 @pytest.mark.parametrize("pieces", PIECES, ids=str)

@@ -88,7 +88,8 @@ def test_attention_of_a_growing_store(rows: int, dim: int, what: str) -> None:
             masked, _ = grown.attend(query, args._replace(attn_mask=holed[..., :2500]))
             starts, until = run_of(holed)
             got = fixed.attend(query, args._replace(attn_mask=holed, kv_starts=starts, mask_until=until), "")
-            assert (got.transpose(1, 2).float() - masked.float()).abs().max() < 2e-2
+            # an output of 4 has steps of 1/32
+            assert torch.allclose(got.transpose(1, 2).float(), masked.float(), rtol=2**-7, atol=2e-2)
             assert (masked[1].float() - want[1].float()).abs().max() > 1e-3
             args = args._replace(kv_starts=run_of(mask)[0], mask_until=run_of(mask)[1])
     got = fixed.attend(query, args, "").transpose(1, 2)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from oracle import HALF, QUANTIZED, RECIPE_TOLERANCE, Tolerance
 from sage_patch.attention import sage_attention
+from sage_patch.backends import as_run
 from sage_patch.kernels import ops
+from sage_patch.recipes import parse_recipe
 from zoo import gpu_cases
 
 FP16, DEFAULT = "qk_int8_pv_fp16", "qk_int8_pv_fp8"
@@ -35,7 +37,8 @@ def run(query: Tensor, key: Tensor, value: Tensor, recipe: str = DEFAULT, **opti
         ops.reset_counts()
     out = sage_attention(query, key, value, recipe=recipe, enable_gqa=query.shape[1] != key.shape[1], **options)
     if query.is_cuda:
-        assert [(key.recipe, key.backend, key.reason) for key in ops.counts()] == [(recipe, "sm90", "")]
+        ran = as_run(parse_recipe(recipe), "sm90", query.shape[-1])
+        assert [(key.recipe, key.backend, key.reason) for key in ops.counts()] == [(ran.name, "sm90", "")]
     return out
 
 
