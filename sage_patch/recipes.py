@@ -139,11 +139,11 @@ RECIPES: dict[str, Recipe] = {
         EXACT,
         Recipe(
             "qk_int8_pv_fp16", 8, "fp16", smooth="k", rotate="hadamard",
-            self_test_bound=0.02, column="sage2_pv_fp16", cost={"hopper": 0.83, "ada": 0.51},
+            self_test_bound=0.02, column="sage2_pv_fp16", cost={"hopper": 0.85, "ada": 0.51},
         ),
         Recipe(
             "qk_int8_pv_fp8", 8, "fp8", smooth="k", smooth_v=True, rotate="hadamard", exp="duo",
-            self_test_bound=0.06, column="sage2", cost={"hopper": 0.69, "ada": 0.39},
+            self_test_bound=0.06, column="sage2", cost={"hopper": 0.65, "ada": 0.39},
         ),
         Recipe("qk_int4_pv_fp16", 4, "fp16", smooth="qk", rotate="hadamard", self_test_bound=0.3),
         Recipe(

@@ -471,7 +471,7 @@ def test_a_pipeline_is_calibrated_by_steps(tmp_path: Path) -> None:
 def test_a_single_rung_costs_what_its_card_says() -> None:
     groups = [group("a", 0.75, (0.1, 0.01, 0.005)), group("b", 0.25, (), because="short")]
     model = COST_MODELS["hopper"]
-    assert cost(groups, everywhere(groups, "qk_int8_pv_fp8"), model) == pytest.approx(0.75 * 0.69 + 0.25)
+    assert cost(groups, everywhere(groups, "qk_int8_pv_fp8"), model) == pytest.approx(0.75 * 0.65 + 0.25)
 
 
 def test_a_site_on_which_the_target_hinged_is_weighed_by_its_runs() -> None:

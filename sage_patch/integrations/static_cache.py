@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from sage_patch.dispatch import unify
 from sage_patch.integrations.quantized_cache import shape_of, windows_of
 from sage_patch.integrations.static_cache_calls import StaticReading
+from sage_patch.kernels.torch_private import stays_where_it_is
 from sage_patch.static_pages import StaticPages
 
 
@@ -73,7 +74,7 @@ class StaticQuantizedCacheLayer(CacheLayerMixin):
             batch, num_kv_heads, head_dim, key_states.dtype, key_states.device, self.max_cache_len, self.rotated
         )
         for tensor in self.pages.tensors:  # CUDA graphs of a compiled model read and write them where they are
-            torch._dynamo.mark_static_address(tensor)
+            stays_where_it_is(tensor)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

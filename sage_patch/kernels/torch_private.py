@@ -13,8 +13,13 @@ from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "allocate", "current_device", "current_stream", "dispatch_modes_in_force", "forward_mode_is_on", "free",
-    "function_modes", "is_seen", "torch_functions_in_force", "tree_map_only",
+    "function_modes", "is_seen", "stays_where_it_is", "torch_functions_in_force", "tree_map_only",
 ]  # fmt: skip
+
+
+def stays_where_it_is(tensor: torch.Tensor) -> None:
+    """Tells a compiler that a tensor is read and written in place, by CUDA graphs too."""
+    torch._dynamo.mark_static_address(tensor)
 
 
 def _of_cuda(name: str) -> Any:
