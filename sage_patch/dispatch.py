@@ -18,8 +18,8 @@ from sage_patch.kernels import crossover, ops, torch_private
 from sage_patch.kernels.images import Kind
 from sage_patch.kernels.plain import ends_within, in_layout, knows_autocast, visibility_of, without_autocast
 from sage_patch.pages import Pages
-from sage_patch.reasons import NOTE_CACHE, is_error
-from sage_patch.recipes import DEFAULT_RECIPE, EXACT, Call, ExactBackend, Limits, Recipe, UnsupportedCall, rotated
+from sage_patch.reasons import is_error
+from sage_patch.recipes import EXACT, Call, ExactBackend, Limits, Recipe, UnsupportedCall
 from sage_patch.reference.exact import exact_attention, exact_weights
 from sage_patch.reference.quantize import hide
 from sage_patch.reference.visibility import Visibility
@@ -252,8 +252,7 @@ def attend_pages(pages: Pages, query: Tensor, args: PageArgs, site: str) -> Tens
 
     Returns [B, Hq, q_len, D] in query's dtype.
     """
-    recipe = rotated(DEFAULT_RECIPE, "auto" if pages.rotated else "none")
-    ops.add_count(ops.CallKey(site, recipe, ops.backend_for(query.device), NOTE_CACHE))
+    ops.count_pages(site, pages.rotated, query.device)
     with without_autocast(query.device):
         out, _ = pages.attend(query.to(pages.dtype), args)
     return out.to(query.dtype)

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_patch import backends
 from sage_patch.args import PageArgs
 from sage_patch.kernels import ops, shared
-from sage_patch.reasons import NOTE_CACHE
-from sage_patch.recipes import DEFAULT_RECIPE, rotated
 from sage_patch.reference import pages as reference
 from sage_patch.reference.pages import PAGE_TOKENS
 
@@ -72,12 +69,6 @@ class Held:
         return self.store.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first_page:end_page]
 
 
-def _kernels(device: torch.device) -> Any:
-    """What has `append` and `attend` there, as in pages.py."""
-    row = backends.named(ops.backend_for(device))
-    return reference if row is None or row.pages is None else backends.module(row.pages)
-
-
 _LIBRARY = shared.Operators()
 _STORE = "Tensor{0} store, Tensor table, {1}Tensor{2} k_mean, Tensor{3} v_mean, Tensor{4} held, int max_length"
 _LIBRARY.define(
@@ -99,7 +90,7 @@ def _append(
     held: Tensor, max_length: int, rotated: bool, settled: bool,
 ) -> None:  # fmt: skip
     pages = Held(store, table, tail, k_mean, v_mean, held, max_length, key.shape[3], rotated, settled)
-    kernels = _kernels(key.device)
+    kernels = ops.pages_kernels(key.device)
     if not held.is_cuda and pages.length + key.shape[2] > max_length:
         raise ValueError(
             f"the cache was made for {max_length} tokens; it holds {pages.length} and was given {key.shape[2]} more"
@@ -114,10 +105,9 @@ def _attend(
     is_rotated: bool, kv_starts: Tensor | None, attn_mask: Tensor | None, mask_until: Tensor | None,
     sinks: Tensor | None, scale: float, left: int, is_causal: bool, softcap: float, site: str,
 ) -> Tensor:  # fmt: skip
-    recipe = rotated(DEFAULT_RECIPE, "auto" if is_rotated else "none")
-    ops.add_count(ops.CallKey(site, recipe, ops.backend_for(query.device), NOTE_CACHE))
+    ops.count_pages(site, is_rotated, query.device)
     pages = Held(store, table, None, k_mean, v_mean, held, max_length, query.shape[3], is_rotated)
-    kernels = _kernels(query.device)
+    kernels = ops.pages_kernels(query.device)
     if kernels is reference and attn_mask is not None:
         attn_mask = attn_mask[..., : pages.length]
     args = PageArgs(scale, left, is_causal, kv_starts, attn_mask, softcap, sinks, False, mask_until)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from sage_patch.args import PageArgs
-from sage_patch.backends import Backend, module, named
 from sage_patch.kernels import ops
 from sage_patch.reference import pages as reference
 from sage_patch.reference.emulator.prepare import padded_dim
@@ -22,6 +21,17 @@ from sage_patch.reference.pages import PAGE_TOKENS, TAIL_TOKENS, record_of
 
 SLAB_PAGES = 8
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_tokens(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for tokens that pages cannot hold on a device."""
+    if head_dim > 128:
+        raise ValueError(f"pages hold heads of up to 128 channels; got head_dim {head_dim}")
+    if dtype not in DTYPES or (dtype == torch.float32 and device.type == "cuda"):
+        raise ValueError(
+            f"pages hold float16 and bfloat16 tokens, float32 on a CPU; got {dtype} on {device}: "
+            "run the model in bfloat16"
+        )
 
 
 class Pages:
@@ -61,13 +71,7 @@ class Pages:
     ):
         """An empty store. Raises ValueError for a head_dim above 128 or a dtype that it cannot hold."""
         self.device = torch.device(device)
-        if head_dim > 128:
-            raise ValueError(f"pages hold heads of up to 128 channels; got head_dim {head_dim}")
-        if dtype not in DTYPES or (dtype == torch.float32 and self.device.type == "cuda"):
-            raise ValueError(
-                f"pages hold float16 and bfloat16 tokens, float32 on a CPU; got {dtype} on {self.device}: "
-                "run the model in bfloat16"
-            )
+        check_tokens(head_dim, dtype, self.device)
         self.batch, self.num_kv_heads, self.head_dim, self.rotated = batch, num_kv_heads, head_dim, rotated
         self.dim = padded_dim(head_dim)
         self.dtype = dtype
@@ -97,7 +101,7 @@ class Pages:
     @property
     def can_attend(self) -> bool:
         """Whether `attend` runs on this device; tokens can be stored and dequantized on any."""
-        return self._row is not None and self._row.pages is not None
+        return ops.pages_module(self.device) is not None
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +132,7 @@ class Pages:
             # The new tokens' queries see back from the first of them; the first append has its own keys at hand.
             self._drop_before((held or end) - self.window + 1)
         self._grow(end)
-        self._backend().append(self, key.detach(), value.detach())
+        ops.pages_kernels(self.device).append(self, key.detach(), value.detach())
         self.length = end
         self.tail_start = max(self.tail_start, (end - 1) // PAGE_TOKENS * PAGE_TOKENS - PAGE_TOKENS)
         self.version += 1
@@ -144,7 +148,7 @@ class Pages:
             raise ValueError(
                 f"queries see back to token {first}, and the store has dropped what came before {self.first_token}"
             )
-        return self._backend().attend(self, query, args)
+        return ops.pages_kernels(self.device).attend(self, query, args)
 
     def first_key(self, q_len: int, left: int, attn_mask: Tensor | None = None) -> int:
         """Position of the first key that any of the last q_len tokens' queries can see, by `attend`'s arguments."""
@@ -240,14 +244,6 @@ class Pages:
     @property
     def _is_static(self) -> bool:
         return self.max_length is not None and self.window is None
-
-    @property
-    def _row(self) -> Backend | None:
-        return named(ops.backend_for(self.device))
-
-    def _backend(self) -> Any:
-        """What has `append` and `attend`: the kernels of the device, or the reference."""
-        return reference if self._row is None or self._row.pages is None else module(self._row.pages)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         wanted = (self.batch, self.num_kv_heads, key.shape[2], self.head_dim)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_patch import backends, page_ops
+from sage_patch import page_ops
 from sage_patch.args import PageArgs
 from sage_patch.kernels import ops
-from sage_patch.pages import DTYPES, SLAB_PAGES
+from sage_patch.pages import SLAB_PAGES, check_tokens
 from sage_patch.reference.emulator.prepare import padded_dim
 from sage_patch.reference.pages import PAGE_TOKENS, TAIL_TOKENS, record_of
 
@@ -40,13 +40,7 @@ class StaticPages:
     ):
         """An empty store. Raises ValueError for a head_dim above 128 or a dtype that it cannot hold."""
         self.device = torch.device(device)
-        if head_dim > 128:
-            raise ValueError(f"pages hold heads of up to 128 channels; got head_dim {head_dim}")
-        if dtype not in DTYPES or (dtype == torch.float32 and self.device.type == "cuda"):
-            raise ValueError(
-                f"pages hold float16 and bfloat16 tokens, float32 on a CPU; got {dtype} on {self.device}: "
-                "run the model in bfloat16"
-            )
+        check_tokens(head_dim, dtype, self.device)
         self.batch, self.num_kv_heads, self.head_dim, self.rotated = batch, num_kv_heads, head_dim, rotated
         self.dtype, self.dim, self.max_length, self.settled = dtype, padded_dim(head_dim), max_length, False
         slabs = -(-max_length // (SLAB_PAGES * PAGE_TOKENS))
@@ -68,8 +62,7 @@ class StaticPages:
     @property
     def can_attend(self) -> bool:
         """Whether `attend` runs on this device; tokens can be stored and dequantized on any."""
-        row = backends.named(ops.backend_for(self.device))
-        return row is not None and row.pages is not None
+        return ops.pages_module(self.device) is not None
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,8 @@ from sage_patch.args import Args, scale_for, schema
 from sage_patch.kernels import fa3, plain, shared, torch_private
 from sage_patch.kernels.plans import PLANS
 from sage_patch.kernels.stopwatch import Stopwatch
-from sage_patch.recipes import Recipe, parse_recipe
+from sage_patch.reasons import NOTE_CACHE
+from sage_patch.recipes import DEFAULT_RECIPE, Recipe, parse_recipe, rotated
 
 Forward = Callable[[Tensor, Tensor, Tensor, Args, Recipe], tuple[Tensor, Tensor | None]]
 
@@ -54,6 +55,24 @@ def add_count(key: CallKey) -> None:
     """Count one call; from any thread. Calls that run beside the operator do so themselves, in eager mode only."""
     with shared.LOCK:
         _COUNTS[key] += 1
+
+
+def count_pages(site: str, is_rotated: bool, device: torch.device) -> None:
+    """Count one call over the pages of a quantized cache."""
+    recipe = rotated(DEFAULT_RECIPE, "auto" if is_rotated else "none")
+    add_count(CallKey(site, recipe, backend_for(device), NOTE_CACHE))
+
+
+def pages_module(device: torch.device) -> str | None:
+    """The module that appends to quantized caches on a device and attends to them; None: they are only stored there."""
+    row = backends.named(backend_for(device))
+    return None if row is None else row.pages
+
+
+def pages_kernels(device: torch.device) -> Any:
+    """What has `append` and `attend` of quantized caches: the kernels of the device, or the reference."""
+    path = pages_module(device)
+    return plain.pages if path is None else backends.module(path)
 
 
 class ObservedCall(NamedTuple):
