@@ -4,10 +4,10 @@ JOBS ?= 2
 # One thread a process: two processes already fill a small machine.
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
 # Whole models, pipelines and commands: minutes together, left to `make test`.
-LONG = ablation calibrate calibrated_policies cli compile configs diffusers diffusers_compile diffusers_masks \
-	diffusers_matrix diffusers_scope diffusers_seams diffusers_surgery evaluate families fuzz_calls fuzz_files \
-	generation judge picture_run plain_modules quantized_cache quantized_cache_models report routing steps \
-	steps_lifecycle training transformers_interface two_references
+LONG = ablation calibrate calibrated_policies cli compile configs context_parallel diffusers diffusers_compile \
+	diffusers_masks diffusers_matrix diffusers_scope diffusers_seams diffusers_surgery evaluate families fuzz_calls \
+	fuzz_files generation judge model_options picture_run plain_modules quantized_cache quantized_cache_models report \
+	routing static_cache steps steps_lifecycle tensor_parallel training transformers_interface two_references
 
 .PHONY: help check format fast test gpu docs
 
